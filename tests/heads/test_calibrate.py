@@ -1,9 +1,7 @@
 """Laws of a head's calibration: what is fitted, from which scores, and that it changes no text."""
 
 from collections.abc import Callable
-from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -62,23 +60,6 @@ def test_the_fitted_gumbel_weight_reflects_how_often_the_target_follows_the_gumb
 
     assert (fitted_weight(ignoring), fitted_weight(following)) == (0.0, 1.0)
     assert 0.0 < fitted_weight(mixed) < 1.0
-
-
-def test_every_position_of_a_long_text_was_scored_with_every_multiplier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes up to 130 softmaxes over the draft vocabulary, at the end of every training."""
-    scored, cross_entropy = list[int](), torch.nn.functional.cross_entropy
-
-    def counting(logits: Tensor, *rest: Any, **more: Any) -> Tensor:
-        scored.append(len(logits))
-        return cross_entropy(logits, *rest, **more)
-
-    monkeypatch.setattr(torch.nn.functional, "cross_entropy", counting)
-    for count, most in ((7, 7), (1000, 128)):
-        tally, scores = Tally.empty(torch.ones(1, 1), 4), torch.zeros(count, 6)
-        columns, written = torch.zeros(count, dtype=torch.long), torch.ones(count, dtype=torch.bool)
-        tally_text(tally, iter([LevelScores(scores, scores, columns, written)]))
-        assert scored.pop() <= most
-        assert float(tally.tried[0]) == count  # ranks are counted at all of them
 
 
 def test_estimated_chances_near_temperature_zero_equal_those_of_greedy_decoding(make_head: MakeHead) -> None:

@@ -51,6 +51,8 @@ train.anchors=5
 train.fitted_start=true | train.start_from=runs/other/head
 train.fitted_start=true | head={kind: eagle1}
 joint.mode=full
+joint.mode=lora | head={kind: eagle1}
+head.draft_vocab_size <- head={kind: medusa, medusa_heads: 2, draft_vocab_size: 80} | train.unroll=2 | joint.mode=lora
 train.pack_tokens=64 | head={kind: medusa, medusa_heads: 3} | joint.mode=full
 report.baselines=[plain] | report.other_heads={a: b}
 decode.repeats=0 | report.baselines=[repeats]

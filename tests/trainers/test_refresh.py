@@ -1,6 +1,5 @@
 """Laws of `headstart.refresh`: the policy is only read, a worse head is never returned, and no kill harms a head."""
 
-import copy
 import os
 import random
 import signal
@@ -140,12 +139,12 @@ def test_a_head_follows_a_policy_that_has_moved(recipe: Recipe, tmp_path: Path) 
 def test_no_head_that_accepts_less_is_returned(
     recipe: Recipe, rollouts: list[Rollout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """100 random candidates against one head; what is written is what was judged."""
+    """30 random candidates against one head; what is written is what was judged."""
     frozen = FrozenTarget.from_folder(Path(recipe.target.path), torch.float32)
     served = load_head_for(recipe.head_dir, frozen)
     texts = refreshing.with_states(rollouts, served, load_policy(recipe))
     _, held_out = refreshing.split(texts, served, Path(recipe.target.path))
-    samples, seeds = [source[number] for source, number in held_out], iter(range(100))
+    samples, seeds = [source[number] for source, number in held_out], iter(range(30))
     changes: list[Callable[[Tensor], Tensor]] = [torch.zeros_like, lambda weight: weight * torch.nan]
 
     def random_head(before: DraftHead, *_: object) -> DraftHead:
@@ -158,11 +157,11 @@ def test_no_head_that_accepts_less_is_returned(
 
     monkeypatch.setattr(refreshing, "fit", random_head)
     outcomes, before = [], contents(recipe.head_dir)
-    for number in range(100):
+    for number in range(30):
         out = tmp_path / str(number)
         done = refresh(recipe.head_dir, texts, recipe.target.path, out, device="cpu")
         outcomes.append(done.is_new)
-        assert out.exists() == done.is_new
+        assert out.exists() == done.is_new == (done.verdict.low > 0)
         if done.is_new:
             verdict = judge(load_head_for(done.head, frozen), served, samples, 5, 4)
             assert verdict == done.verdict
@@ -171,22 +170,6 @@ def test_no_head_that_accepts_less_is_returned(
             assert done.head == recipe.head_dir
     assert not any(outcomes[: len(changes)])
     assert contents(recipe.head_dir) == before
-
-
-def test_a_new_head_is_returned_exactly_if_the_gate_lets_it_through(
-    recipe: Recipe, rollouts: list[Rollout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    frozen, draw, outcomes = FrozenTarget.from_folder(Path(recipe.target.path), torch.float32), random.Random(0), set()
-    texts = refreshing.with_states(rollouts, load_head_for(recipe.head_dir, frozen), load_policy(recipe))
-    monkeypatch.setattr(refreshing, "fit", lambda before, *_: copy.deepcopy(before))
-    for number in range(20):
-        verdict = Verdict(30, 1.5, draw.uniform(1, 2), low := draw.uniform(-1, 1), low + 0.5)
-        monkeypatch.setattr(refreshing, "judge", lambda *_, verdict=verdict: verdict)
-        done = refresh(recipe.head_dir, texts, recipe.target.path, tmp_path / str(number), device="cpu")
-        assert (done.is_new, (tmp_path / str(number)).exists()) == (low > 0, low > 0)
-        assert done.head == (tmp_path / str(number) if low > 0 else recipe.head_dir)
-        outcomes.add(done.is_new)
-    assert outcomes == {True, False}
 
 
 PROGRAM = """

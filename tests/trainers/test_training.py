@@ -380,27 +380,3 @@ def test_tap_sizes_are_medians_that_one_huge_token_does_not_move(tmp_path: Path)
     store = FeatureStore(tmp_path, "train")
     assert_close(store.tap_sizes((1, 2), 5), [3.0, 20.0], rtol=0.1, atol=0)
     assert_close(store.tap_sizes((1, 2, 5), 5), [3.0, 20.0, 7.0], rtol=0.1, atol=0)
-
-
-def test_no_position_is_scored_on_tokens_outside_its_sample(
-    harvested: Path, frozen: FrozenTarget, samples: list[Sample]
-) -> None:
-    """The last scored index is T - 3: it takes token T - 2 and is scored against the target's distribution of token
-    T - 1, which comes from the hidden state at T - 2. So the last token, the last hidden state and the last two taps
-    are never used."""
-    head = random_head(harvested, frozen)
-
-    def loss_with(change: Callable[[Sample], None]) -> Tensor:
-        [longest] = samples[-1:]
-        copy = Sample(*(tensor.clone() for tensor in vars(longest).values()))
-        change(copy)
-        return unrolled_loss(head, Batch.collate([copy], torch.float32), frozen)
-
-    def disturb(name: str, place: int) -> Callable[[Sample], None]:
-        return lambda sample: getattr(sample, name)[place].add_(1)
-
-    unchanged = loss_with(lambda sample: None)
-    for name, place in (("tokens", -1), ("last_hidden", -1), ("taps", -1), ("taps", -2)):
-        assert loss_with(disturb(name, place)) == unchanged, f"{name} at {place} is used"
-    for name, place in (("tokens", -2), ("last_hidden", -2), ("taps", -3)):
-        assert loss_with(disturb(name, place)) != unchanged, f"{name} at {place} is not used"
