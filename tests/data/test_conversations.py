@@ -63,12 +63,7 @@ SPELLINGS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {  # t
         [
             {"messages": [ASKED, {"role": "assistant", "tool_calls": [FUNCTION]}]},
             {"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [{"function": FUNCTION}]}]},
-            {
-                "messages": [
-                    ASKED,
-                    SAID | {"content": None, "tool_calls": [CALL | {"function": FUNCTION | {"arguments": '{"a": 2}'}}]},
-                ]
-            },
+            {"messages": [ASKED, {"role": "assistant", "tool_calls": [CALL | {"function": AS_TEXT}]}]},
         ],
     ),
     "a prompt and its answer": (

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.shards import FeatureStore, stored_taps
 from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.harvest_stages import check_teacher_logits
 from headstart.data_pipelines.prompts.prompts import make_prompts
 from headstart.data_pipelines.prompts.responses import journal_of
 from headstart.data_pipelines.stages.stage import Stage, prompt_identities
@@ -26,6 +27,7 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import head_taps
 from headstart.heads.target_config import TargetConfig
 from headstart.inference.targets.chat_template import ChatTemplate
+from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes import Recipe
 
@@ -307,3 +309,12 @@ def test_the_demo_prompts_are_whole_and_none_is_held_out(count: int) -> None:
     held_out = {tuple(template.encode_text(row["prompt"])) for row in read_jsonl(demo / "heldout_prompts.jsonl")}
     assert [len(prompt) for prompt in prompts] == [64] * count
     assert held_out.isdisjoint(prompts)
+
+
+def test_a_target_that_scales_the_logits_of_its_lm_head_is_refused(harvested: Path) -> None:
+    recipe = tiny_recipe(harvested)
+    target = TargetModel.load(recipe.target, taps=())
+    check_teacher_logits(recipe, target, [1, 2, 3])
+    target.model.lm_head.register_forward_hook(lambda module, args, logits: logits * 3 + 1)
+    with pytest.raises(ValueError, match=r"target\.path: the logits of .* differ by"):
+        check_teacher_logits(recipe, target, [1, 2, 3])

@@ -144,24 +144,22 @@ def test_tensors_and_config_have_the_names_and_keys_that_engines_read(
         assert not tensors["fc.bias"].any()
 
 
-def test_taps_other_than_the_default_are_written_in_both_countings(make_head: MakeHead, tmp_path: Path) -> None:
-    """vLLM uses the Hugging Face index; SGLang names the layer that outputs it, one less."""
-    save_head(make_head(taps=(1, 3, 6)), tmp_path / "other")
-    config = read_config(tmp_path / "other")
-    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 6]
-    assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}
-    assert "num_aux_hidden_states" not in config
-    save_head(make_head(taps=(1, 6)), tmp_path / "two")
-    assert read_config(tmp_path / "two")["num_aux_hidden_states"] == 2
+@pytest.mark.parametrize(("taps", "num_layers"), [((1, 3, 6), 7), ((1, 6), 7), ((1, 2, 3), 5)])
+def test_taps_that_engines_would_not_choose_are_written_in_both_countings(
+    make_head: MakeHead, tmp_path: Path, taps: tuple[int, ...], num_layers: int
+) -> None:
+    """vLLM uses the Hugging Face index; SGLang names the layer that outputs it, one less.
 
-
-def test_the_default_taps_of_a_small_target_are_written_too(make_head: MakeHead, tmp_path: Path) -> None:
-    """Below 7 layers the engines' default 2, L//2, L-3 collides, so no engine would pick our taps by default."""
-    head = make_head(taps=(1, 2, 3))
-    head.target = dataclasses.replace(head.target, num_layers=5)
-    assert head.taps == head.target.default_taps()
+    Below 7 layers the engines' default 2, L//2, L-3 collides, so our own default is written too.
+    """
+    head = make_head(taps=taps)
+    head.target = dataclasses.replace(head.target, num_layers=num_layers)
+    assert (head.taps == head.target.default_taps()) == (num_layers == 5)
     save_head(head, tmp_path / "head")
-    assert read_config(tmp_path / "head")["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    config, ids = read_config(tmp_path / "head"), "eagle_aux_hidden_state_layer_ids"
+    assert config[ids] == [*taps]
+    assert config["eagle_config"] == {ids: [tap - 1 for tap in taps]}
+    assert config.get("num_aux_hidden_states", 3) == len(taps)
 
 
 def test_a_published_heads_taps_are_its_top_level_ids_or_the_default(

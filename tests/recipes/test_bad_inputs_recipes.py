@@ -16,10 +16,6 @@ Train = Callable[..., Outcome]
 # Overrides of a sound recipe, joined by " | "; the field at fault is that of the first, or stands before " <- ".
 # {folder} holds the recipe and what it names; {long} stands for 5000 characters.
 OVERRIDES = """
-train.steps='600'
-train.steps=
-log.wandb=yes
-target.compile=1
 data.temperatures=[]
 train=5
 head <- head=null
@@ -66,7 +62,6 @@ data.folder=s3://user:password@bucket/data
 target.path=gone.gguf
 target.path={folder}/target/not_a_model
 train.learning_rate=.nan
-train.steps=1000000000000000000000000000000
 train.steps
 trian <- trian.steps=3
 head.kind=eagle2

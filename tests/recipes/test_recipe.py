@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from headstart.recipes import Recipe, RecipeError, load_recipe, recipe_from_command_line
+from headstart.recipes import RecipeError, load_recipe, recipe_from_command_line
 from headstart.recipes.fields import head_kinds, recipe_fields
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,19 +116,6 @@ def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path,
     recipe = load_recipe(write(tmp_path, good), overrides)
     assert (recipe.seed, recipe.train.steps, recipe.log.wandb) == (2, 4, "disabled")
     assert recipe.features_dir == Path("elsewhere/features")
-
-
-def test_all_output_is_below_run_dir(tmp_path: Path, good: dict[str, Any]) -> None:
-    recipe = load_recipe(write(tmp_path, good))
-    names = [name for name, member in vars(Recipe).items() if isinstance(member, property)]
-    places = {getattr(recipe, name) for name in names if name.endswith(("_dir", "_path"))}
-    assert len(places) == 9
-    assert {place.parent for place in places} == {recipe.data_folder} == {recipe.run_dir}
-    good["data"]["folder"] = str(tmp_path / "shared")
-    shared = load_recipe(write(tmp_path, good))
-    harvest = {shared.prompts_dir, shared.responses_dir, shared.features_dir}
-    assert {place.parent for place in harvest} == {tmp_path / "shared"}
-    assert shared.head_dir.parent == shared.checkpoints_dir.parent == shared.run_dir
 
 
 def test_a_hub_name_needs_no_local_folder(tmp_path: Path, good: dict[str, Any]) -> None:

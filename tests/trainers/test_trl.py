@@ -19,7 +19,7 @@ from headstart.recipes import Recipe
 from headstart.recipes.schema_train import TrainSection
 from headstart.trainers.refresh import refresh as refreshing
 from headstart.trainers.refresh.judge import Verdict
-from headstart.trl import RefreshCallback
+from headstart.trl import Drafting, RefreshCallback
 
 BETTER = Verdict(requests=9, served=1.0, candidate=2.0, low=0.5, high=1.5)
 FAST = TrainSection(steps=2, learning_rate=1e-3, batch_size=4, unroll=2)
@@ -177,11 +177,8 @@ def test_a_vllm_server_gets_the_new_head_in_a_session_for_drafts(
         trainer._buffered_inputs = []
         callback.on_step_end(None, state, None)
         client, asked = trainer.vllm_generation.vllm_client, server.seen
-        assert [each["path"] for each in asked] == [
-            "/start_draft_weight_update",
-            "/update_weights",
-            "/finish_weight_update",
-        ]
+        paths = [each["path"] for each in asked]
+        assert paths == ["/start_draft_weight_update", "/update_weights", "/finish_weight_update"]
         assert not client._updating_weights
         expected = load_head(callback.newest, recipe.target.path).served_tensors()
         if code == 200:
@@ -203,3 +200,23 @@ def test_a_trainer_that_takes_no_head_is_refused_by_name(recipe: Recipe, tmp_pat
     trainer.use_vllm, trainer.vllm_mode = True, "colocate"
     with pytest.raises(ValueError, match="vllm_mode: colocate given, only server is allowed"):
         RefreshCallback(trainer, recipe.head_dir, tmp_path / "heads")
+
+
+def test_a_policy_drafts_with_the_weights_of_the_moment(recipe: Recipe, tmp_path: Path) -> None:
+    policy: Any = AutoModelForCausalLM.from_pretrained(recipe.target.path, dtype="float32")
+    drafting = Drafting(policy, lambda: recipe.head_dir, None)
+    text = torch.tensor([[5, 6, 7]])
+
+    def written() -> tuple[list[list[int]], list[list[int]]]:
+        fields: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        mine = drafting.generate(text, torch.ones_like(text), None, **fields)
+        return mine.tolist(), policy.generate(text, attention_mask=torch.ones_like(text), **fields).tolist()
+
+    first, expected = written()
+    assert first == expected
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+    second, expected = written()
+    assert second == expected != first
+    assert all(weight.requires_grad for weight in policy.parameters())
