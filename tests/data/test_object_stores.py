@@ -404,3 +404,16 @@ def test_what_is_removed_in_the_store_is_gone_here(store: str, tmp_path: Path) -
     assert url_of(folder / "kept.txt") == f"{store}/kept.txt"
     assert url_of(tmp_path) is None
     shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+def test_workers_of_ray_in_a_bucket_leave_the_local_harvest(
+    store: str, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    from headstart.data_pipelines.on_ray import harvest_on_ray
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    recipe = tiny_recipe(local, f"run_dir={store}")
+    harvest_on_ray(recipe, PartialState())
+    assert_same_data(recipe, local)

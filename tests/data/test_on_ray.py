@@ -108,6 +108,15 @@ def test_what_a_lost_worker_was_doing_is_done_once_by_another(
     assert any("another worker continues with" in line for line in said)
 
 
+def test_no_more_workers_are_started_than_there_are_places_or_tasks(workers: Callable[..., Workers]) -> None:
+    many = workers(places=2)
+    assert len(list(many.carry_out(TASKS))) == 6
+    assert len(many.names) == 2
+    few = workers(places=50)
+    assert len(list(few.carry_out(TASKS[:3]))) == 3
+    assert len(few.names) == 3
+
+
 def test_shards_that_cost_every_worker_its_life_end_the_run(workers: Callable[..., Workers]) -> None:
     deadly = workers(lambda *names: names == ("4",))
     said = Says(f"{TASK_LOSSES_MAX} workers failed on 4", "on a", "correct the cause", "run the same command again")

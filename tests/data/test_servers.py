@@ -26,7 +26,8 @@ from torch import Tensor
 from headstart.data_pipelines.features import vllm_states
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
-from headstart.data_pipelines.prompts.completion_client import CompletionClient
+from headstart.data_pipelines.prompts.completion_client import CompletionClient, completion
+from headstart.inference.core.sampling import Sampling
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.schema import TargetSection
@@ -71,6 +72,25 @@ def test_three_servers_of_which_one_dies_write_the_texts_of_one(
     assert all(handler.seen for _, handler in others)
     assert sum(len(handler.seen) for _, handler in three) == 16  # each sample was answered once
     assert capsys.readouterr().out.count(f"data.server: {dying}/v1/completions gave no answer") == 1
+
+
+def test_a_request_goes_to_the_server_with_the_fewest_in_flight(stack: ExitStack) -> None:
+    """The slow server answers nothing until the fast one has answered all the rest."""
+    rest_is_done = threading.Event()
+
+    def late(handler: Server, body: dict[str, Any]) -> list[int]:
+        assert rest_is_done.wait(timeout=10)
+        return [1]
+
+    def at_once(handler: Server, body: dict[str, Any]) -> list[int]:
+        if len(handler.seen) == 10:
+            rest_is_done.set()
+        return [1]
+
+    (slow_url, slow), (fast_url, fast) = (stack.enter_context(serving(response=each)) for each in (late, at_once))
+    client = CompletionClient([slow_url, fast_url])
+    assert len(dict(client.each([completion([1, 2], Sampling(), 4)] * 12, 2))) == 12
+    assert (len(slow.seen), len(fast.seen)) == (2, 10)
 
 
 def test_when_all_servers_are_gone_each_is_named_and_finished_responses_are_kept(

@@ -85,15 +85,6 @@ def test_the_pass_of_training_is_that_of_drafting_with_a_cache(make_head: MakeHe
         assert_close(head.logits(found[0, : len(before)], before), head.logits(at_once[end - 1, : len(before)], before))
 
 
-def test_the_blocks_of_many_groups_are_those_of_one(make_head: MakeHead, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = make_head("block", reaches=(Reach(window=4), Reach())).double()
-    taps, tokens = a_text(head)
-    blocks = Blocks.at_every_position(SEQ)
-    wanted = head.text_states(head.project(taps), tokens, blocks)
-    monkeypatch.setattr("headstart.heads.kinds.block_attention.GROUP_QUERIES", 8)  # two blocks of four slots
-    assert_close(head.text_states(head.project(taps), tokens, blocks), wanted, atol=1e-9, rtol=1e-9)
-
-
 def plain_kernel() -> CausalKernel:
     def banded(query: Tensor, window: int | None) -> Tensor:
         places = torch.arange(query.shape[2], device=query.device)
@@ -117,9 +108,10 @@ def plain_kernel() -> CausalKernel:
 
 @pytest.fixture(params=["fused", "portable", "slot by slot"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way to compute the attention of blocks, on a CPU."""
+    """Each way to compute the attention of blocks, on a CPU; the portable one in groups of two blocks."""
     if request.param == "portable":
         monkeypatch.setattr(attention_kernels, "MASK_DEVICES", ())
+        monkeypatch.setattr(block_attention, "GROUP_QUERIES", 8)
     if request.param == "slot by slot":
         monkeypatch.setattr(block_attention, "flash_attention_takes", lambda query: True)
         monkeypatch.setattr(block_attention, "CUDA_FUSED", plain_kernel())
@@ -128,12 +120,12 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("reach", [Reach(), Reach(causal=True), Reach(window=4)], ids=str)
 def test_the_gradient_is_that_of_plain_attention(reach: Reach, path: None) -> None:
     """Against a softmax over a dense mask of all blocks, with two query heads for each key head."""
-    blocks, size = Blocks((0, 0, 1), (2, 9, 5), (0, 3, 0)), 3
+    blocks, size = Blocks((0, 0, 0, 0, 1), (2, 5, 9, 11, 5), (0, 3, 3, 3, 0)), 3
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
-    query, key, value = draw(3, 4, size, 8), draw(3, 2, size, 8), draw(3, 2, size, 8)
+    query, key, value = draw(5, 4, size, 8), draw(5, 2, size, 8), draw(5, 2, size, 8)
     context_key, context_value = draw(2, 2, 12, 8), draw(2, 2, 12, 8)
     cache = BlockCache(blocks, (reach,))
     cache.append(0, context_key, context_value)

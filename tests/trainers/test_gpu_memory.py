@@ -241,6 +241,11 @@ def test_the_planned_speeds_are_those_that_an_h100_showed(gpu_recipe: Callable[.
     assert cost.steps(8 * 2048) == pytest.approx(0.483, rel=0.05)
 
 
+def test_a_token_meets_only_the_experts_that_are_chosen_for_it(gpu_recipe: Callable[..., Recipe]) -> None:
+    _, cost = cost_of(gpu_recipe("qwen3_5_35b"))
+    assert 2e9 < cost.forward / 2 < 3e9 < 34e9 < cost.weights / 2 < 36e9  # 35B-A3B, embedding included
+
+
 def planned_hours(recipe: Recipe, count: int) -> dict[str, float]:
     machine = Machine.described(recipe, DeviceMemory(count, 80 * 10**9))
     target, cost = cost_of(recipe)
@@ -257,3 +262,12 @@ def test_the_plan_has_the_hours_of_each_stage(gpu_recipe: Callable[..., Recipe])
     online = planned_hours(gpu_recipe("llama3_8b", "data.online=[auto]"), 1)
     assert "time: features" not in online
     assert online["time: training"] > few["time: training"] + few["time: features"]
+
+
+def test_gpus_with_layers_of_their_own_write_no_faster_than_one(gpu_recipe: Callable[..., Recipe]) -> None:
+    alone, layers = (
+        planned_hours(gpu_recipe("llama3_8b", f"target.split={split}"), 8 if split == "layers" else 1)
+        for split in ("null", "layers")
+    )
+    for stage in ("time: responses", "time: features"):
+        assert layers[stage] == pytest.approx(alone[stage], abs=0.02)
