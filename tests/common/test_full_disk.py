@@ -19,7 +19,6 @@ from tiny_run import build_run, contents
 
 from headstart.heads import files as head_files
 
-ROOT = Path(__file__).resolve().parents[2]
 Type = Callable[..., str]  # type a command; returns what it printed
 
 

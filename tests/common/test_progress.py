@@ -15,7 +15,7 @@ from families import make_family
 from tiny_run import build_run, quiet_environment
 from transformers.utils import logging
 
-from headstart.common.progress import APART, SECONDS, Progress
+from headstart.common.progress import Progress
 from headstart.inference.engine.loop import generate
 from headstart.inference.targets import check
 from headstart.inference.targets.loading import MISSING_KERNELS
@@ -36,36 +36,26 @@ class Clock:
         return self.now
 
 
-def lines_of(seconds_per_item: float, total: int, capsys: pytest.CaptureFixture[str]) -> list[str]:
+@pytest.mark.parametrize(
+    ("seconds", "lines", "second"),
+    [
+        (10.0, 335, "work: 3 of 1000 items (0%), 0.1 items/s, 2:46:10 left"),  # one every 30 seconds
+        (0.15, 21, "work: 50 of 1000 items (5%), 6.67 items/s, 0:02:23 left"),  # one every 5 percent
+        (1 / 64, 5, "work: 320 of 1000 items (32%), 64 items/s, 0:00:11 left"),  # at least 5 seconds apart
+    ],
+)
+def test_a_log_gets_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], seconds: float, lines: int, second: str
+) -> None:
     clock = Clock()
-    with Progress("work", total, "items", clock=clock) as progress:
-        for _ in range(total):
-            clock.now += seconds_per_item
+    with Progress("work", 1000, "items", clock=clock) as progress:
+        for _ in range(1000):
+            clock.now += seconds
             progress.advance(1)
-    return capsys.readouterr().out.splitlines()
-
-
-def test_slow_work_gets_a_line_every_30_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = lines_of(seconds_per_item=10.0, total=1000, capsys=capsys)
-    assert lines[:3] == [
-        "work: 0 of 1000 items (0%)",
-        "work: 3 of 1000 items (0%), 0.1 items/s, 2:46:10 left",
-        "work: 6 of 1000 items (1%), 0.1 items/s, 2:45:40 left",
-    ]
-    assert lines[-1] == "work: all 1000 items done in 2:46:40"
-    assert len(lines) == 1 + (1000 - 1) // 3 + 1
-
-
-def test_quick_work_gets_a_line_every_5_percent(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = lines_of(seconds_per_item=0.15, total=1000, capsys=capsys)
-    assert lines[1] == "work: 50 of 1000 items (5%), 6.67 items/s, 0:02:23 left"
-    assert len(lines) == 1 + 19 + 1
-
-
-def test_very_quick_work_gets_no_flood_of_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = lines_of(seconds_per_item=0.01, total=1000, capsys=capsys)
-    assert len(lines) == 1 + 1 + 1  # 10 s of work, lines at least 5 s apart
-    assert (APART, SECONDS) == (5.0, 30.0)
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == ["work: 0 of 1000 items (0%)", second]
+    assert said[-1].startswith("work: all 1000 items done in ")
+    assert len(said) == lines
 
 
 def test_what_an_earlier_run_did_does_not_count_for_the_speed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,6 @@ from tiny_run import build_run
 from headstart.common.run_lock import LOCK, OWNER, Owner, only_run_in
 
 Hold = Callable[[Path, Owner], IO[str]]
-Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture

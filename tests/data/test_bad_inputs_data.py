@@ -3,12 +3,10 @@
 import ast
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from bad_inputs import Says, Typed, assert_raises, assert_refused, assert_told, filled, table
+from bad_inputs import Typed, assert_raises, assert_refused, assert_told, filled, table
 from tiny_run import VOCAB_SIZE, build_tokenizer
 
 from headstart.data_pipelines.prompts.prompts import read_prompts
@@ -148,21 +146,13 @@ def place(harvested: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-Command = Callable[..., Any]
-
-
-@pytest.fixture
-def headstart(typed: Typed) -> Command:
-    return lambda *arguments: typed(*list(arguments))
-
-
-def test_prompts_that_are_no_dataset_are_named(place: Path, headstart: Command) -> None:
+def test_prompts_that_are_no_dataset_are_named(place: Path, typed: Typed) -> None:
     pytest.importorskip("datasets")
     (place / "rows").mkdir()
     (place / "rows" / "a.jsonl").write_text('{"prompt": "x"}\n')
-    folder = headstart("inspect", place / "recipe.yaml", f"data.prompts={place / 'rows'}")
+    folder = typed("inspect", place / "recipe.yaml", f"data.prompts={place / 'rows'}")
     assert_refused(folder, "data: | is not a dataset | a folder written by save_to_disk | or a file")
-    hub = headstart("inspect", place / "recipe.yaml", "data.prompts=hf:/no/such/dataset")
+    hub = typed("inspect", place / "recipe.yaml", "data.prompts=hf:/no/such/dataset")
     assert_refused(hub, "data.prompts: 'hf:/no/such/dataset' given | hf:org/name:split | correct the name")
 
 
@@ -233,14 +223,12 @@ def split_rows(text: str) -> list[object]:
 
 
 @pytest.mark.parametrize("symptom", SPLITS)
-def test_rows_that_are_dropped_or_cut_are_counted_and_too_many_refused(
-    place: Path, headstart: Command, symptom: str
-) -> None:
+def test_rows_that_are_dropped_or_cut_are_counted_and_too_many_refused(place: Path, typed: Typed, symptom: str) -> None:
     (train, heldout, count, responses), facts = SPLITS[symptom]
     rows_of(place / "prompts.jsonl", *split_rows(train))
     rows_of(place / "heldout.jsonl", *split_rows(heldout))
     overrides = f"data.num_prompts={count}", f"data.responses={responses}"
-    outcome = headstart("inspect", place / "recipe.yaml", *overrides)
+    outcome = typed("inspect", place / "recipe.yaml", *overrides)
     (assert_refused if symptom.startswith("refused: ") else assert_told)(outcome, facts)
 
 
@@ -257,14 +245,14 @@ def test_rows_that_are_dropped_or_cut_are_counted_and_too_many_refused(
     ],
 )
 def test_a_broken_file_of_a_run_is_named_and_the_remedy_works(
-    harvested: Path, place: Path, headstart: Command, name: str, content: str, command: str, removed: str
+    harvested: Path, place: Path, typed: Typed, name: str, content: str, command: str, removed: str
 ) -> None:
     shutil.copytree(harvested / "run", place / "run")
     (place / "run" / name).write_text(content)
     facts = f"{place / 'run' / name} cannot be read | rm {place / 'run' / removed}"
-    assert_refused(headstart(command, place / "recipe.yaml"), facts)
+    assert_refused(typed(command, place / "recipe.yaml"), facts)
     (place / "run" / removed).unlink()  # the remedy
-    assert_told(headstart(command, place / "recipe.yaml"), "prompts.jsonl | 12 rows read | 12 prompts kept")
+    assert_told(typed(command, place / "recipe.yaml"), "prompts.jsonl | 12 rows read | 12 prompts kept")
 
 
 # Stores
@@ -313,9 +301,7 @@ a recipe's store lost its stage.json | data.store={store} | remove stage.json =>
 
 
 @pytest.mark.parametrize("symptom", STORES)
-def test_a_store_that_a_command_cannot_use_is_named(
-    harvested: Path, place: Path, headstart: Command, symptom: str
-) -> None:
+def test_a_store_that_a_command_cannot_use_is_named(harvested: Path, place: Path, typed: Typed, symptom: str) -> None:
     store = shutil.copytree(harvested / "run" / "features", place / "run" / "features")
     (line, *damages), facts = STORES[symptom]
     for each in damages:
@@ -323,17 +309,5 @@ def test_a_store_that_a_command_cannot_use_is_named(
         damage(store, kind, filled(content, zeros="0" * 64))
     words = filled(line, place=place, store=store, new=place / "new", other=place / "other").split()
     command = ["harvest", place / "recipe.yaml"] if line.startswith("data.store") else ["store"]
-    assert_refused(headstart(*command, *words), facts)
+    assert_refused(typed(*command, *words), facts)
     assert not list(place.glob("new*"))
-
-
-def test_a_target_without_a_chat_template_takes_prompts_with_responses(
-    harvested: Path, place: Path, headstart: Command
-) -> None:
-    shutil.copytree(harvested / "target", place / "target")
-    (place / "target" / "chat_template.jinja").unlink()
-    rows_of(place / "prompts.jsonl", *[{"prompt": f"p {number} ", "response": "word"} for number in range(12)])
-    rows_of(place / "heldout.jsonl", {"prompt": "other ", "response": "word"})
-    options = f"target.path={place / 'target'}", "data.responses=given"
-    outcome = headstart("harvest", place / "recipe.yaml", *options)
-    assert_told(outcome, Says("12 rows read", "12 prompts kept", "complete in", "12 training and 1 held-out samples"))

@@ -43,32 +43,47 @@ def write_rows(path: Path, *rows: object) -> Path:
 
 # Forms
 
+SYSTEM, ASKED, SAID = ({"role": role, "content": role[0]} for role in ("system", "user", "assistant"))
+FUNCTION = {"name": "add", "arguments": {"a": 2}}
+AS_TEXT = {"name": "add", "arguments": '{"a": 2}'}
+CALL = {"type": "function", "function": FUNCTION}
+SPELLINGS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {  # the turns, and rows that mean them
+    "a conversation": (
+        [SYSTEM, ASKED, SAID],
+        [
+            {"messages": [SYSTEM, ASKED, SAID]},
+            {"messages": [SYSTEM, {"role": "user", "content": [{"type": "text", "text": "u"}]}, SAID]},
+            {"system": "s", "messages": [ASKED, SAID]},
+            {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}], "system": "s"},
+            {"messages": None, "conversations": [SYSTEM, ASKED | {"name": None}, SAID | {"name": None}], "tools": None},
+        ],
+    ),
+    "a tool call": (
+        [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}],
+        [
+            {"messages": [ASKED, {"role": "assistant", "tool_calls": [FUNCTION]}]},
+            {"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [{"function": FUNCTION}]}]},
+            {"messages": [ASKED, {"role": "assistant", "tool_calls": [CALL | {"function": AS_TEXT}]}]},
+        ],
+    ),
+    "a prompt and its answer": (
+        [ASKED, SAID],
+        [
+            {"prompt": [ASKED], "completion": [SAID]},
+            {"prompt": [ASKED], "response": [SAID]},
+            {"prompt": [ASKED], "completion": "a"},
+            {"prompt": "u", "response": "a", "completion": None, "tokens": None, "messages": None},
+        ],
+    ),
+    "a prompt": ([ASKED], [{"prompt": [ASKED]}]),
+    "a prompt with a system turn": ([SYSTEM, ASKED], [{"prompt": "u", "system": "s"}]),
+}
 
-def test_all_spellings_of_a_conversation_mean_the_same() -> None:
-    plain = turns("hi", "hello")
-    system = {"role": "system", "content": "be brief"}
-    rows: list[dict[str, Any]] = [
-        {"messages": [system, *plain]},
-        {"messages": [system, {"role": "user", "content": [{"type": "text", "text": "hi"}]}, plain[1]]},
-        {"system": "be brief", "messages": plain},
-        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "system": "be brief"},
-        {"messages": None, "conversations": [system, *[turn | {"name": None} for turn in plain]], "tools": None},
-    ]
-    assert [parse_row(row) for row in rows] == [Conversation([system, *plain])] * len(rows)
 
-
-def test_a_tool_calls_arguments_may_be_json_text_or_a_mapping() -> None:
-    asked = {"role": "user", "content": "2+2?"}
-    function = {"name": "add", "arguments": {"a": 2}}
-    as_text = {"name": "add", "arguments": '{"a": 2}'}
-    rows: list[dict[str, Any]] = [
-        {"messages": [asked, {"role": "assistant", "tool_calls": [{"type": "function", "function": as_text}]}]},
-        {"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}]},
-        {"messages": [asked, {"role": "assistant", "tool_calls": [function]}]},
-    ]
-    call = {"type": "function", "function": function}
-    wanted = Conversation([asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
-    assert [parse_row(row) for row in rows] == [wanted] * len(rows)
+@pytest.mark.parametrize("form", SPELLINGS)
+def test_all_spellings_of_a_row_mean_the_same(form: str) -> None:
+    wanted, rows = SPELLINGS[form]
+    assert [parse_row(row) for row in rows] == [Conversation(wanted)] * len(rows)
 
 
 def test_fields_without_content_refuse_no_row() -> None:
@@ -165,18 +180,6 @@ def test_arrow_data_is_read_as_json_or_named(tmp_path: Path, kind: Any, value: A
         parse_row({"prompt": first["x"]})
 
 
-# Prompts for the target to answer
-
-
-def test_the_target_answers_the_last_user_turn() -> None:
-    """The given answer to it is dropped; earlier answers stay."""
-    template = ChatTemplate(build_tokenizer())
-    row = {"messages": turns("first", "kept", "second", "dropped")}
-    tokens = encode_prompt(ChatMasks(template), parse_row(row, template.is_turn)).tokens
-    assert template.tokenizer.decode(tokens) == "[user]first[assistant]kept[user]second[assistant]"
-    assert len(row["messages"]) == 4  # the caller's row is unchanged
-
-
 # Conversations as they are
 
 
@@ -257,28 +260,14 @@ def test_the_tokens_of_a_prompt_are_those_of_the_prompt_alone() -> None:
         assert tokenizer.decode(joined.tokens) == prompt + answer.removesuffix(END_OF_TEXT) + END_OF_TEXT
 
 
-def test_prompts_and_answers_that_are_messages_are_one_conversation() -> None:
-    asked, said = [{"role": "user", "content": "what?"}], [{"role": "assistant", "content": "that"}]
-    wanted = Conversation([*asked, *said])
-    rows: list[dict[str, Any]] = [
-        {"prompt": asked, "completion": said},
-        {"prompt": asked, "response": said},
-        {"prompt": asked, "completion": "that"},
-        {"prompt": "what?", "response": "that"},
-        {"prompt": "what?", "response": "that", "completion": None, "tokens": None, "messages": None},
-    ]
-    assert [parse_row(row) for row in rows] == [wanted] * len(rows)
-    assert parse_row({"prompt": asked}) == Conversation(asked)
-    system = {"role": "system", "content": "be brief"}
-    assert parse_row({"prompt": "what?", "system": "be brief"}) == Conversation([system, *asked])
-
-
-def test_the_target_answers_the_prompt_of_a_row_whatever_was_answered() -> None:
+def test_the_target_answers_the_last_prompt_of_a_row_whatever_was_answered() -> None:
+    """Earlier answers stay."""
     template = ChatTemplate(build_tokenizer())
     for row, prompt in (
         ({"prompt": "what?", "response": "that"}, "[user]what?[assistant]"),
         ({"prompt": "what?", "completion": "that"}, "what?"),
         ({"prompt": "what?", "chosen": "that", "rejected": "this"}, "[user]what?[assistant]"),
+        ({"messages": turns("a", "kept", "b", "dropped")}, "[user]a[assistant]kept[user]b[assistant]"),
     ):
         assert (
             template.tokenizer.decode(encode_prompt(ChatMasks(template), parse_row(row, template.is_turn)).tokens)

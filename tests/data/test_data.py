@@ -8,13 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import standard_library
 import torch
 from launches import ROOT
 from matrix import slow
 from safetensors.torch import load_file, save_file
-from standard_library import SourceFile, excerpts
-from tiny_run import END_OF_TEXT, build_run, build_target, build_tokenizer, contents, modified, tiny_recipe
+from tiny_run import build_run, build_target, contents, modified, tiny_recipe
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -249,17 +247,6 @@ def test_the_loss_mask_is_exactly_the_response_whose_tokens_are_counted(harveste
         assert store.token_counts(300).tolist() == [written.count(token) for token in range(300)]
 
 
-def test_greedy_responses_are_the_targets_own_choices(harvested: Path) -> None:
-    """At every response position, the teacher's argmax is the next response token."""
-    recipe = tiny_recipe(harvested)
-    frozen = FrozenTarget.from_folder(harvested / "target", torch.float32)
-    store = FeatureStore(recipe.features_dir, "train")
-    for number in range(0, len(store), len(recipe.data.temperatures)):  # the samples at temperature 0
-        sample = store[number]
-        choices = frozen.logits(sample.last_hidden).argmax(-1)
-        assert choices[:-1][sample.loss_mask[1:]].tolist() == sample.tokens[sample.loss_mask].tolist()
-
-
 # Shards on disk
 
 
@@ -322,16 +309,6 @@ def test_the_demo_prompts_are_whole_and_none_is_held_out(count: int) -> None:
     held_out = {tuple(template.encode_text(row["prompt"])) for row in read_jsonl(demo / "heldout_prompts.jsonl")}
     assert [len(prompt) for prompt in prompts] == [64] * count
     assert held_out.isdisjoint(prompts)
-
-
-def test_held_out_files_of_the_standard_library_give_no_training_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    named = {SourceFile(name := f"m{number}.py", "").held_out: name for number in range(100)}
-    files = [SourceFile(named[True], "secret = 1\n" * 500), SourceFile(named[False], "public = 2\n" * 99)]
-    monkeypatch.setattr(standard_library, "source_files", lambda: iter(files))
-    tokenizer = build_tokenizer()
-    texts = [tokenizer.decode(tokens) for tokens in excerpts(ChatTemplate(tokenizer), count=20, held_out=set())]
-    assert len(texts) == 20
-    assert not any("secret" in text or END_OF_TEXT in text for text in texts)
 
 
 def test_a_target_that_scales_the_logits_of_its_lm_head_is_refused(harvested: Path) -> None:

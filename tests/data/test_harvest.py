@@ -11,30 +11,26 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from completion_server import Server, serving
 from pretended_cuda import CUDA, SECOND, on_two_cards, pretended_cuda
 from rich.filesize import decimal
 from seeing_target import build_seeing_run
 from tiny_run import build_run, build_tokenizer, tiny_recipe
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 from headstart.common.files import read_jsonl
-from headstart.data_pipelines.features.features import tap
 from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.prompts.completion_client import CompletionClient, completion
 from headstart.data_pipelines.prompts.responses import sampling_of, target_writer
 from headstart.data_pipelines.stages import shard_work
-from headstart.data_pipelines.stages.shard_work import DECODE_MEMORY_SHARE, idle_cores
+from headstart.data_pipelines.stages.shard_work import DECODE_MEMORY_SHARE
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import draft_vocab, new_head, save_head
 from headstart.inference.core.request import cut_at_end
@@ -77,23 +73,6 @@ def test_features_too_large_for_the_disk_are_refused_before_the_responses_or_bef
     harvest(recipe)
     least, most = tokens * per_token, (tokens + 16 * 12) * per_token
     assert f"features take {decimal(least)} to {decimal(most)} on disk" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("device", "expected"), [("cuda", [64, 64, 128, 192, 200]), ("cpu", [1, 64, 65, 130, 200])])
-def test_on_a_gpu_batches_have_few_lengths(monkeypatch: pytest.MonkeyPatch, device: str, expected: list[int]) -> None:
-    seen = []
-
-    def states(tokens: Tensor) -> tuple[list[Tensor], Tensor]:
-        seen.append(tokens.shape[1])
-        return [], tokens
-
-    passes = SimpleNamespace(hidden_states=states)
-    target = SimpleNamespace(device=torch.device(device), max_positions=200, passes=passes)
-    monkeypatch.setattr("headstart.data_pipelines.features.features.without_padding", lambda *_: None)
-    with FakeTensorMode():  # a device that is not here
-        for length in (1, 64, 65, 130, 200):
-            tap(cast(TargetModel, target), [[5] * length, [3]])
-    assert seen == expected
 
 
 def test_as_many_texts_decode_together_as_fit_into_memory(
@@ -181,14 +160,8 @@ def test_responses_come_from_a_server_that_sometimes_fails(
     assert FeatureStore(recipe.features_dir, "train").about["written_by"] == "the server of data.server"
 
 
-def test_waits_between_retries_grow(server: tuple[str, type[Server]]) -> None:
-    url, handler = server
-    handler.failures = iter([500, 502, 503, 504, 429, 408])
-    waits: list[float] = []
-    client = CompletionClient([url], waits.append)
-    with pytest.raises(ValueError, match="status 408"):
-        list(client.each([completion([1, 2], Sampling(), 4)], 1))
-    assert waits == [1.0, 2.0, 4.0, 8.0, 16.0]
+def choice(**fields: Any) -> dict[str, Any]:
+    return {"choices": [{"text": "Oslo.", "finish_reason": "stop", **fields}]}
 
 
 def test_all_requests_of_a_batch_are_in_flight_at_once(server: tuple[str, type[Server]]) -> None:
@@ -200,36 +173,27 @@ def test_all_requests_of_a_batch_are_in_flight_at_once(server: tuple[str, type[S
     assert [found[number].choice["token_ids"] for number in range(120)] == [prompt[::-1] for prompt in prompts]
 
 
-@pytest.mark.parametrize("odd", [[1], "text", {"choices": []}, {"error": "no such model"}])
-def test_an_answer_in_another_form_is_reported(server: tuple[str, type[Server]], odd: object) -> None:
-    url, handler = server
-    handler.odd = odd
-    client = CompletionClient([url], pause=lambda seconds: None)
-    with pytest.raises(ValueError, match=r"data\.server: http.* answers without choices"):
-        list(client.each([completion([1, 2], Sampling(), 4)], 1))
-
-
 @pytest.mark.parametrize(
-    ("ids", "why"),
+    ("answer", "why"),
     [
-        ({"token_ids": [5, 300]}, "answered with token 300, 0 to 299 of the target"),
-        ({"token_ids": [5, -1]}, "answered with token -1, 0 to 299 of the target"),
-        ({}, "answers without token_ids, and text alone does not tell .*; use a server that knows return_token_ids"),
-        ({"token_ids": None}, "answers without token_ids"),
-        (
-            {"token_ids": [5, 7]},
-            r"answered with finish_reason 'stop' after token 7, an end token of the target \(0, 150,",
-        ),
-        ({"token_ids": []}, "answered with finish_reason 'stop' after no token, an end token"),
+        ("text", " answers without choices"),
+        ([1], " answers without choices"),
+        ({"choices": []}, " answers without choices"),
+        (choice(token_ids=[5, 300]), " answered with token 300, 0 to 299 of the target"),
+        (choice(token_ids=[5, -1]), " answered with token -1, 0 to 299 of the target"),
+        (choice(), " answers without token_ids, and text alone .*; use a server that knows return_token_ids"),
+        (choice(token_ids=None), " answers without token_ids"),
+        (choice(token_ids=[5, 7]), r" answered with finish_reason 'stop' after token 7, an end token .*\(0, 150,"),
+        (choice(token_ids=[]), " answered with finish_reason 'stop' after no token, an end token"),
     ],
 )
 def test_an_answer_whose_tokens_are_not_the_targets_is_refused(
-    server: tuple[str, type[Server]], harvested: Path, tmp_path: Path, ids: dict[str, Any], why: str
+    server: tuple[str, type[Server]], harvested: Path, tmp_path: Path, answer: object, why: str
 ) -> None:
     """From text alone an end token was guessed, which the target did not write."""
     url, handler = server
-    handler.odd = {"choices": [{"text": "Oslo.", "finish_reason": "stop", **ids}]}
-    with pytest.raises(ValueError, match=rf"^data\.server: {url} {why}"):
+    handler.odd = answer
+    with pytest.raises(ValueError, match=rf"^data\.server: {url}{why}"):
         harvest(tiny_recipe(harvested, f"run_dir={tmp_path}", f"data.server={url}"))
 
 
@@ -276,20 +240,6 @@ def test_responses_do_not_depend_on_shards_and_batches(harvested: Path, tmp_path
     rows = responses(recipe)
     assert rows == responses(tiny_recipe(harvested))
     assert [row["temperature"] for row in rows[:4]] == [0, 0.8, 0, 0.8]
-
-
-@pytest.mark.parametrize(
-    ("device", "threads", "ranks", "idle"),
-    [("cpu", 1, 1, True), ("cpu", 8, 1, False), ("cpu", 1, 8, False), ("cuda", 1, 1, False)],
-)
-def test_the_user_is_told_of_cores_that_the_launch_leaves_idle(
-    monkeypatch: pytest.MonkeyPatch, device: str, threads: int, ranks: int, idle: bool
-) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
-    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
-    hint = idle_cores(cast(PartialState, SimpleNamespace(device=torch.device(device), num_processes=ranks)))
-    assert (hint is not None) == idle
-    assert hint is None or "--num_cpu_threads_per_process 8" in hint
 
 
 # Kills

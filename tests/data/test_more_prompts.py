@@ -9,7 +9,7 @@ import pytest
 from bad_inputs import Typed, assert_told
 from matrix import slow
 from test_harvest import start
-from tiny_run import build_run, contents, modified, tiny_recipe, write_prompts
+from tiny_run import contents, modified, tiny_recipe, write_prompts
 
 from headstart.data_pipelines import more_prompts
 from headstart.data_pipelines.harvest import harvest
@@ -104,21 +104,6 @@ def test_a_kill_while_prompts_are_added_costs_nothing(
     assert contents(folder / "run") == fresh(folder, MORE)
 
 
-def test_given_conversations_may_be_added_too(tmp_path: Path) -> None:
-    build_run(tmp_path)
-    rows = [{"prompt": f"question {number}", "completion": f"answer {number * 'x'}"} for number in range(24)]
-    lines = [json.dumps(row) + "\n" for row in rows]
-    (tmp_path / "heldout.jsonl").write_text("".join(lines[20:]))
-    (tmp_path / "prompts.jsonl").write_text("".join(lines[:7]))
-    given = "data.responses=given", "data.response_tokens=40", "data.num_prompts=20"
-    harvest(tiny_recipe(tmp_path, *given))
-    before = modified(tmp_path / "run" / "features")
-    (tmp_path / "prompts.jsonl").write_text("".join(lines[:13]))
-    harvest(tiny_recipe(tmp_path, *given))
-    assert modified(tmp_path / "run" / "features")["train-00000.safetensors"] == before["train-00000.safetensors"]
-    assert contents(tmp_path / "run") == fresh(tmp_path, *given)
-
-
 def test_rows_after_the_last_prompt_that_is_used_change_nothing(folder: Path) -> None:
     """A trained head stays valid: its checkpoints depend on the features' stage.json."""
     before = modified(folder / "run")
@@ -130,31 +115,31 @@ def test_rows_after_the_last_prompt_that_is_used_change_nothing(folder: Path) ->
     }
 
 
-def test_a_file_whose_first_prompts_changed_is_refused_with_the_reason(folder: Path) -> None:
-    grow(folder, 20)
-    lines = (folder / "prompts.jsonl").read_text().splitlines(keepends=True)
-    (folder / "prompts.jsonl").write_text("".join([json.dumps({"prompt": "another"}) + "\n", *lines[1:]]))
-    before = contents(folder / "run")
-    with pytest.raises(ValueError, match="its first 12 prompts differ from the prompts of the run") as refusal:
-        harvest(tiny_recipe(folder, MORE))
-    run = folder / "run"
-    assert f"rm -r {run / 'prompts'} {run / 'responses'} {run / 'features'}" in str(refusal.value)
-    assert contents(run) == before
+OTHER = json.dumps({"prompt": "another"}) + "\n"
 
 
-def test_rows_that_are_refused_leave_the_prompts_that_are_there_as_they_are(folder: Path) -> None:
-    with (folder / "prompts.jsonl").open("a") as file:
-        file.write('{"text": 5}\n')
-    before = contents(folder / "run")
-    with pytest.raises(ValueError, match=r"prompts\.jsonl line 15: text is a number"):
-        harvest(tiny_recipe(folder, MORE))
+@pytest.mark.parametrize(
+    ("change", "count", "said"),
+    [
+        (
+            lambda rows: [OTHER, *rows[1:]],
+            20,
+            "its first 12 prompts differ from the .* of the run.* rm -r {stages}",
+        ),
+        (lambda rows: [*rows, '{"text": 5}\n'], 20, r"prompts\.jsonl line 15: text is a number"),
+        (lambda rows: rows, 11, r"made with 12, the recipe says 11.* prompts can be added, not taken away"),
+    ],
+    ids=["other rows", "a bad row", "fewer"],
+)
+def test_prompts_that_cannot_continue_a_run_are_refused_and_change_nothing(
+    folder: Path, change: Callable[[list[str]], list[str]], count: int, said: str
+) -> None:
+    path, before = folder / "prompts.jsonl", contents(folder / "run")
+    path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
+    stages = " ".join(str(folder / "run" / name) for name in ("prompts", "responses", "features"))
+    with pytest.raises(ValueError, match=f"(?s){said.format(stages=stages)}"):
+        harvest(tiny_recipe(folder, f"data.num_prompts={count}"))
     assert contents(folder / "run") == before
-
-
-def test_fewer_prompts_than_before_are_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"data\.num_prompts: made with 12, the recipe says 11") as refusal:
-        harvest(tiny_recipe(folder, "data.num_prompts=11"))
-    assert "the recipe gives 11 prompts and the run has 12: prompts can be added, not taken away" in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,6 @@ from headstart.inference.targets.model import TargetModel
 from headstart.recipes import load_recipe
 from headstart.recipes.command_line import Part
 
-MORE = "data.num_prompts=13"
-
 
 @pytest.fixture
 def folder(harvested: Path, tmp_path: Path) -> Path:
@@ -80,16 +78,6 @@ def test_a_part_of_a_complete_harvest_does_not_even_load_the_target(
     make(folder, "2/2")
     assert "complete in" in capsys.readouterr().out
     assert contents(folder / "run") == before
-
-
-@pytest.mark.slow
-def test_parts_go_on_with_more_prompts(folder: Path, harvested: Path) -> None:
-    """The last shard grows; the part that has it makes its features anew."""
-    shutil.copytree(harvested / "run", folder / "run")
-    for part in ("1/2", "2/2"):
-        make(folder, part, MORE)
-    harvest(tiny_recipe(folder, MORE, f"run_dir={folder / 'undivided'}"))
-    assert contents(folder / "run") == contents(folder / "undivided")
 
 
 # Company

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,12 +44,6 @@ SPECIAL = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|as
 HEADER = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
 ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 CHATML = HEADER + "{{ m.content + '<|im_end|>\n' }}{% endfor %}" + ASK
-# As SmolLM3's: the generation block holds the header and the newline after the end mark.
-MARKED = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ '<|im_start|>assistant\n' + m.content + "
-    "'<|im_end|>\n' }}{% endgeneration %}{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-    "{% endif %}{% endfor %}" + ASK
-)
 # As DeepSeek-R1's: the prompt opens the reasoning, which earlier turns hide; a call has no content, and text arguments.
 REASONING = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<|user|>' + m.content }}"
@@ -117,12 +112,6 @@ def report_of(found: ChatTemplate, path: Path, *rows: dict[str, Any], **fields: 
 # Templates
 
 
-def test_generation_marks_around_the_header_do_not_make_it_trained_on() -> None:
-    row = {"messages": [user("Hi"), says("Hello."), user("Again"), says("Yes.")]}
-    assert trained_on(template(MARKED), row) == trained_on(template(CHATML), row)
-    assert [words for _, words in trained_on(template(MARKED), row)] == ["Hello.<|im_end|>", "Yes.<|im_end|>"]
-
-
 def test_reasoning_is_trained_on_after_the_block_that_the_prompt_opens() -> None:
     found, thought = template(REASONING), "<think>\nTwo and two.\n</think>\n\nFour."
     prompt = "<|bos|><|user|>2+2?<|assistant|><think>\n"
@@ -144,23 +133,13 @@ def test_variables_of_the_template_change_prompts_and_training_alike() -> None:
 
 
 def test_a_days_prompts_continue_on_another_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Today(date):
-        @classmethod
-        def today(cls) -> "Today":
-            return cls(2026, 1, 2)
-
-    class Tomorrow(date):
-        @classmethod
-        def today(cls) -> "Tomorrow":
-            return cls(2026, 1, 3)
-
     build_run(tmp_path)
     tokenizer = build_tokenizer()
     tokenizer.chat_template = DATED.replace("bos_token + ", "")
     tokenizer.save_pretrained(tmp_path / "target")
     texts = []
     for day, count in ((2, 4), (3, 6)):
-        monkeypatch.setattr(prompts_stage, "date", Today if day == 2 else Tomorrow)
+        monkeypatch.setattr(prompts_stage, "date", SimpleNamespace(today=lambda day=day: date(2026, 1, day)))
         make_prompts(tiny_recipe(tmp_path, f"data.num_prompts={count}", "data.prompt_tokens=100"))
         rows = list(read_jsonl(tmp_path / "run/prompts/train.jsonl"))
         texts.append([tokenizer.decode(row["tokens"]) for row in rows])
@@ -343,13 +322,6 @@ def test_an_empty_block_of_reasoning_was_written_twice() -> None:
     ):
         [(before, found)] = trained_on(opens, {"messages": [user("2+2?"), says(content)]})
         assert (before[-9:], found) == ("<reason>\n", words)
-
-
-def test_turns_of_weight_zero_are_context_only() -> None:
-    turns = [user("Hi"), says("BAD", weight=0), user("Again"), says("GOOD", weight=1)]
-    [(before, words)] = trained_on(template(CHATML), {"messages": turns})
-    assert "BAD" in before
-    assert words == "GOOD<|im_end|>"
 
 
 # Text

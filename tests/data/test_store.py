@@ -407,17 +407,3 @@ def test_at_most_two_batches_are_made_before_they_are_requested(harvested: Path)
         assert watched.read == [*range(min(number + 2, 5))]
         ahead.batch_of([number])
     ahead.close()
-
-
-def test_closing_stops_the_reader_and_drops_reads_that_have_not_started(harvested: Path) -> None:
-    watched = Watched(harvested / "run")
-    watched.gate.clear()
-    ahead = ReadAhead(watched)
-    ahead.expect([[number] for number in range(10)])
-    watched.begun.wait()
-    threading.Timer(0.02, watched.gate.set).start()
-    ahead.close()
-    assert watched.read == [0]
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
-    with pytest.raises(RuntimeError):
-        ahead[1]

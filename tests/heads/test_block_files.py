@@ -128,49 +128,6 @@ def test_a_speculators_head_without_its_slot_convention_is_refused(
         convert(folder, tmp_path / "back", str(target_folder))
 
 
-def put(**keys: Any) -> Edit:
-    return lambda config: config.update(keys)
-
-
-def method(**keys: Any) -> Edit:
-    return lambda config: config["speculators_config"]["proposal_methods"][0].update(keys)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "edit", "part"),
-    [
-        ("dspark", "vllm", drop("sample_from_anchor"), "sample_from_anchor: missing"),
-        ("dspark", "vllm", drop("block_size"), "without it SGLang takes 16, speculators 8"),
-        ("dspark", "vllm", drop("mask_token_id"), "without the key SGLang takes the token"),
-        ("dspark", "vllm", put(block_size=5), "5 found; 2 to the 4 slots that the head was trained with"),
-        ("dspark", "vllm", put(target_layer_ids=[2, 3, 4]), "captures hidden_states [3, 4, 5] but the head reads"),
-        ("dspark", "vllm", drop("target_layer_ids"), "without the key vLLM takes"),
-        ("dspark limited", "vllm", put(mask_token_id=50), "a token outside the draft vocabulary"),
-        ("dflash", "speculators", method(speculative_tokens=4), "3 is allowed: another number collapses acceptance"),
-        ("dspark", "speculators", put(aux_hidden_state_layer_ids=[1, 2, 3]), "captures hidden_states [1, 2, 3] but"),
-    ],
-)
-def test_lint_finds_the_traps_of_block_heads(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, kind: str, name: str, edit: Edit, part: str
-) -> None:
-    folder = exported(make_head(**EVERY_HEAD[kind]), tmp_path, target_folder, name)
-    edit_config(folder, edit)
-    engines = ["vllm", "sglang" if name == "vllm" else "speculators"]
-    found = lint(folder, str(target_folder), engines)
-    assert {each.engine for each in found if part in each.text} == {*engines}, list(map(str, found))
-
-
-def test_lint_finds_tensors_of_block_heads_that_engines_read_otherwise(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path
-) -> None:
-    folder = exported(make_head(**EVERY_HEAD["dspark limited"]), tmp_path, target_folder, "vllm")
-    edit_tensors(folder, lambda tensors: tensors.update(mask_hidden=torch.zeros(1, 1, 96)))
-    edit_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
-    found = lint(folder, str(target_folder), ["vllm"])
-    for part in ("filled with the embedding of mask_token_id", "needs both d2t and lm_head.weight"):
-        assert any(part in each.text for each in found), list(map(str, found))
-
-
 CAUSAL = "causal within the block, unlike in training"
 WHOLE, WINDOW = Reach(), Reach(window=3)
 CAUSAL_WHOLE, CAUSAL_WINDOW = Reach(causal=True), Reach(window=3, causal=True)
@@ -224,15 +181,6 @@ def forget_causality(config: Config, non_causal: bool) -> None:
     """As speculators writes a head whose layers have no window."""
     del config["transformer_layer_config"]["is_causal"]
     config["sliding_window_non_causal"] = non_causal
-
-
-def test_layer_types_of_another_number_than_layers_are_found(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path
-) -> None:
-    folder = exported(make_head(**EVERY_HEAD["dspark"]), tmp_path, target_folder, "vllm")
-    edit_config(folder, lambda config: config["layer_types"].append("full_attention"))
-    found = lint(folder, str(target_folder), ["vllm"])
-    assert any("layer_types: 3 given, 2 is allowed" in each.text for each in found)
 
 
 def test_an_export_names_taps_slots_and_mask_in_each_engines_own_counting(

@@ -236,24 +236,6 @@ def test_the_card_shows_what_training_logged_for_the_exported_weights(
     assert "held-out" not in text
 
 
-@pytest.mark.parametrize(
-    ("section", "said"),
-    [
-        ({}, "written by the target itself, at most 1024 tokens after prompts of at most 1024"),
-        ({"responses": "given", "prompts": "chats.jsonl"}, "taken from the conversations as they are"),
-        ({"store": "merged"}, "features: those stored in `merged`"),
-    ],
-)
-def test_the_card_says_where_the_data_came_from(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, section: dict[str, str], said: str
-) -> None:
-    save_head(make_head(), tmp_path / "head")
-    values = recipe_of(tmp_path, target_folder).model_dump(mode="json")
-    text = (export(Recipe.model_validate({**values, "data": values["data"] | section})) / "README.md").read_text()
-    assert said in text
-    assert text.count("written by the target") == ("responses" not in section and "store" not in section)
-
-
 def test_the_card_says_what_a_head_reads_at_images(
     make_head: Callable[..., Any], target_folder: Path, tmp_path: Path
 ) -> None:

@@ -186,6 +186,7 @@ def test_a_last_block_that_is_shorter_got_the_scales_of_others() -> None:
 HALVES = (torch.bfloat16, torch.float16)  # scales that are rounded, so the second time they may differ
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shape", [(), (1,), (72,), (72, 1), (5, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
 @pytest.mark.parametrize("form", [torch.float32, *HALVES, torch.float8_e8m0fnu], ids=str)

@@ -54,19 +54,6 @@ def test_a_loaded_head_gives_bit_identical_logits(
     assert not any(parameter.requires_grad for parameter in loaded.parameters())
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
-def test_a_loaded_head_has_the_dtype_of_the_targets_embedding(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, kind: str
-) -> None:
-    save_head(make_head(kind), tmp_path / "head")
-    in_half = FrozenTarget.from_folder(target_folder, torch.bfloat16)
-    loaded = load_head_for(tmp_path / "head", in_half)
-    assert {tensor.dtype for tensor in (*loaded.parameters(), *loaded.buffers())} == {torch.bfloat16}
-    save_head(loaded, tmp_path / "half")
-    assert read_config(tmp_path / "half")["torch_dtype"] == "bfloat16"
-    assert torch.equal(logits(load_head_for(tmp_path / "half", in_half)), logits(loaded))
-
-
 def layer_tensors(layer: str, inputs: int) -> dict[str, tuple[int, ...]]:
     """Hidden size 32, 4 attention heads of size 8 with 2 key heads, intermediate size 40."""
     return {
@@ -157,24 +144,22 @@ def test_tensors_and_config_have_the_names_and_keys_that_engines_read(
         assert not tensors["fc.bias"].any()
 
 
-def test_taps_other_than_the_default_are_written_in_both_countings(make_head: MakeHead, tmp_path: Path) -> None:
-    """vLLM uses the Hugging Face index; SGLang names the layer that outputs it, one less."""
-    save_head(make_head(taps=(1, 3, 6)), tmp_path / "other")
-    config = read_config(tmp_path / "other")
-    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 6]
-    assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}
-    assert "num_aux_hidden_states" not in config
-    save_head(make_head(taps=(1, 6)), tmp_path / "two")
-    assert read_config(tmp_path / "two")["num_aux_hidden_states"] == 2
+@pytest.mark.parametrize(("taps", "num_layers"), [((1, 3, 6), 7), ((1, 6), 7), ((1, 2, 3), 5)])
+def test_taps_that_engines_would_not_choose_are_written_in_both_countings(
+    make_head: MakeHead, tmp_path: Path, taps: tuple[int, ...], num_layers: int
+) -> None:
+    """vLLM uses the Hugging Face index; SGLang names the layer that outputs it, one less.
 
-
-def test_the_default_taps_of_a_small_target_are_written_too(make_head: MakeHead, tmp_path: Path) -> None:
-    """Below 7 layers the engines' default 2, L//2, L-3 collides, so no engine would pick our taps by default."""
-    head = make_head(taps=(1, 2, 3))
-    head.target = dataclasses.replace(head.target, num_layers=5)
-    assert head.taps == head.target.default_taps()
+    Below 7 layers the engines' default 2, L//2, L-3 collides, so our own default is written too.
+    """
+    head = make_head(taps=taps)
+    head.target = dataclasses.replace(head.target, num_layers=num_layers)
+    assert (head.taps == head.target.default_taps()) == (num_layers == 5)
     save_head(head, tmp_path / "head")
-    assert read_config(tmp_path / "head")["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    config, ids = read_config(tmp_path / "head"), "eagle_aux_hidden_state_layer_ids"
+    assert config[ids] == [*taps]
+    assert config["eagle_config"] == {ids: [tap - 1 for tap in taps]}
+    assert config.get("num_aux_hidden_states", 3) == len(taps)
 
 
 def test_a_published_heads_taps_are_its_top_level_ids_or_the_default(
@@ -234,17 +219,6 @@ def test_every_mismatch_with_another_target_is_named_at_once(
         assert part in message
 
 
-def test_saving_again_replaces_the_head_and_leaves_no_other_files(
-    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path
-) -> None:
-    for seed in (1, 2):
-        save_head(make_head(seed=seed), tmp_path / "runs" / "head")
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["head"]
-    assert sorted(path.name for path in (tmp_path / "runs" / "head").iterdir()) == ["config.json", "model.safetensors"]
-    loaded = load_head_for(tmp_path / "runs" / "head", frozen)
-    assert torch.equal(logits(loaded), logits(make_head(seed=2)))
-
-
 def test_a_killed_save_leaves_the_previous_head(
     make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +236,8 @@ def test_a_killed_save_leaves_the_previous_head(
     assert torch.equal(logits(load_head_for(tmp_path / "head", frozen)), logits(first))
     save_head(second, tmp_path / "head")
     assert torch.equal(logits(load_head_for(tmp_path / "head", frozen)), logits(second))
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]
+    assert sorted(path.name for path in (tmp_path / "head").iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_a_published_eagle_1_head_is_loaded_if_its_embedding_is_the_targets(

@@ -21,7 +21,6 @@ from headstart.heads.target_config import Rope
 from headstart.heads.unroll_attention import UnrollCache
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import Slots
-from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema_heads import Eagle1Section, Eagle3Section
 
 BATCH, SEQ = 2, 11
@@ -40,6 +39,11 @@ EAGLE1_SHAPES: list[dict[str, Any]] = [
 MEDUSA_SHAPES: list[dict[str, Any]] = [
     {"kind": "medusa"},
     {"kind": "medusa", "num_layers": 2, "num_heads": 5, "bias": False},
+]
+BLOCK_SHAPES: list[dict[str, Any]] = [
+    {"kind": "block"},
+    {"kind": "block", "sample_from_anchor": False, "markov_rank": 5},
+    {"kind": "block", "markov_rank": 5, "markov_gate": True},
 ]
 PEAGLE_SHAPES: list[dict[str, Any]] = [
     {"kind": "peagle"},
@@ -127,40 +131,6 @@ def test_an_unroll_equals_drafting_after_every_prefix(make_head: MakeHead, shape
             torch.testing.assert_close(unrolled[k][:, t], hidden[:, 0], atol=1e-9, rtol=1e-9)
 
 
-def test_eagle_1_reads_what_hugging_face_calls_the_last_hidden_state(
-    make_head: MakeHead, deep_target: TargetModel
-) -> None:
-    """`hidden_states[-1]` comes after the final norm, and the target's lm_head reads it without a further norm."""
-    head, tokens = make_head("eagle1"), torch.randint(97, (1, SEQ))
-    reader = TargetModel(deep_target.model, head.taps)
-    with torch.no_grad():
-        output = deep_target.model(tokens, output_hidden_states=True)
-    features = head.project(reader.passes.forward(tokens).taps)
-    torch.testing.assert_close(features, output.hidden_states[-1], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(head.logits(features), output.logits, atol=1e-4, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["fc_norm", "norm_output"])
-def test_each_eagle_3_1_option_changes_only_what_it_names(make_head: MakeHead, name: str) -> None:
-    plain, switched = make_head(), make_head(**{name: True})
-    taps, tokens, positions = random_taps(plain), random_tokens(plain), torch.arange(SEQ)
-    assert torch.equal(plain.project(taps), switched.project(taps)) == (name != "fc_norm")
-    features = switched.project(taps)
-    hidden = switched(features, tokens, positions)
-    fed_back = switched.feedback(hidden, features)
-    assert torch.equal(fed_back, hidden) == (name != "norm_output")
-    if name == "norm_output":
-        assert torch.equal(fed_back, switched.norm(hidden))
-
-
-def test_the_embedding_is_shared_and_neither_trained_nor_saved(make_head: MakeHead, frozen: FrozenTarget) -> None:
-    head = make_head()
-    shape = head.shape
-    again = Eagle3Head(shape, head.target, head.vocab, frozen.embedding)
-    assert again.embedding.data_ptr() == frozen.embedding.data_ptr()
-    assert "embedding" not in dict(again.named_parameters()).keys() | again.state_dict().keys()
-
-
 @pytest.mark.parametrize("width", [24, 48])
 def test_a_head_of_another_width_starts_with_a_projection_of_the_targets_embedding(
     frozen: FrozenTarget, width: int
@@ -189,13 +159,14 @@ def test_new_heads_scale_their_inputs_to_about_1(frozen: FrozenTarget) -> None:
     assert (hidden - others).std() > 0.3 * hidden.std()
 
 
-@all_shapes
+@pytest.mark.parametrize("shape", SHAPES + BLOCK_SHAPES, ids=str)
 def test_logits_parameters_are_exactly_those_that_the_logits_depend_on(
     make_head: MakeHead, shape: dict[str, Any]
 ) -> None:
     head = make_head(**shape).requires_grad_(True)
     hidden = torch.randn(3, head.feature_size, requires_grad=True)
-    logits = torch.stack([head.logits(hidden, level) for level in range(head.max_levels or 1)])
+    seconds = [torch.randint(97, (3,))] if head.kind == "block" else range(head.max_levels or 1)  # tokens, or levels
+    logits = torch.stack([head.logits(hidden, second) for second in seconds])
     found = torch.autograd.grad(logits.sum(), [*head.parameters()], allow_unused=True)
     used = [parameter for parameter, gradient in zip(head.parameters(), found, strict=True) if gradient is not None]
     assert {*map(id, used)} == {*map(id, head.logits_parameters)}
@@ -214,15 +185,6 @@ def test_a_new_head_reads_its_features_through_the_targets_norm_and_lm_head(
     features = head.project(taps)
     hidden = head(features, tokens, torch.arange(SEQ))
     torch.testing.assert_close(head.logits(hidden), frozen.logits(features)[..., vocab.ids], atol=1e-4, rtol=1e-4)
-
-
-def test_a_new_head_depends_on_its_seed_alone(frozen: FrozenTarget) -> None:
-    section, vocab = Eagle3Section(kind="eagle3"), DraftVocab.full(97)
-    first, other = new_head(section, frozen, vocab, seed=3), new_head(section, frozen, vocab, seed=4)
-    torch.manual_seed(5)
-    again = new_head(section, frozen, vocab, seed=3)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
 
 
 OF = "original_max_position_embeddings"
@@ -257,25 +219,6 @@ def test_a_scaled_rotary_embedding_turns_every_dimension_of_a_head_whatever_shar
 def test_an_unknown_rope_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"rope_type 'longrope'.*only default, linear, llama3, yarn are allowed"):
         rotary_table(Rope(kind="longrope"), 8, 16)
-
-
-def test_offsets_of_a_draft_vocabulary_round_trip() -> None:
-    counts = torch.randint(1000, (97,))
-    vocab = DraftVocab.most_frequent(counts, 20)
-    again = DraftVocab.from_offsets(vocab.offsets(), 97)
-    assert torch.equal(again.ids, vocab.ids)
-    assert torch.equal(torch.arange(20) + vocab.offsets(), vocab.ids)
-    assert vocab.members().nonzero().flatten().tolist() == vocab.ids.tolist()
-    assert not vocab.is_full
-
-
-def test_a_full_vocabulary_is_the_identity() -> None:
-    full = DraftVocab.full(97)
-    assert full.is_full
-    assert not full.offsets().any()
-    assert full.members().all()
-    assert full.coverage(torch.randint(9, (97,))) == 1
-    assert DraftVocab.most_frequent(torch.randint(9, (97,)), 97).is_full
 
 
 def test_the_most_frequent_tokens_are_kept_and_ties_go_to_the_smaller_id() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from exported import LIMITED, edit_config, exported, files_in_memory
+from exported import EVERY_HEAD, LIMITED, edit_config, exported, files_in_memory
 from torch import Tensor
 
 from headstart.heads.files import HeadFiles
@@ -29,6 +29,8 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {  # format and arguments of make
     "eagle1": ("vllm", {"kind": "eagle1"}),
     "medusa": ("vllm", {"kind": "medusa"}),
     "speculators": ("speculators", {"vocab": LIMITED}),
+    "dspark": ("vllm", EVERY_HEAD["dspark limited"]),
+    "dspark of speculators": ("speculators", EVERY_HEAD["dspark"]),
 }
 
 
@@ -63,6 +65,15 @@ def tensor(name: str, value: Tensor) -> Callable[[Tensors], None]:
     return lambda tensors: tensors.update({name: value})
 
 
+def without_nested(*keys: str) -> Callable[[Config], object]:
+    """Remove keys of a block head's config.json, at the top level and in DFlash's section."""
+    return lambda config: [part.pop(key, None) for key in keys for part in (config, config["dflash_config"])]
+
+
+def of_method(**keys: Any) -> Callable[[Config], object]:
+    return lambda config: config["speculators_config"]["proposal_methods"][0].update(keys)
+
+
 def shift_ids(config: Config) -> None:
     """Both lists of ids off by one: they agree, and both are wrong."""
     config[IDS] = [tap - 1 for tap in config[IDS]]
@@ -83,6 +94,8 @@ eagle3 = partial(Mistake, "eagle3")
 eagle1 = partial(Mistake, "eagle1")
 medusa = partial(Mistake, "medusa", engines="vllm")
 speculators = partial(Mistake, "speculators", engines="vllm speculators")
+dspark = partial(Mistake, "dspark", engines="vllm sglang")
+dspark_of_speculators = partial(Mistake, "dspark of speculators", engines="vllm speculators")
 OTHER_ROPE = {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
 BY_ROWS = {"rope_type": "mrope", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 EMBEDDING = tensor("embed_tokens.weight", torch.ones(97, 32))
@@ -138,6 +151,21 @@ MISTAKES = [
     speculators("tensor embed_tokens.weight", engines="speculators", tensors=without("embed_tokens.weight")),
     speculators("tensor t2d", engines="speculators", tensors=without("t2d")),
     speculators(IDS, config=put(**{IDS: [1, 2, 3]})),
+    # Block heads
+    dspark("sample_from_anchor", config=without_nested("sample_from_anchor"), text="missing"),
+    dspark("block_size", config=without_nested("block_size"), text="without it SGLang takes 16, speculators 8"),
+    dspark("mask_token_id", config=without_nested("mask_token_id"), text="without the key SGLang takes the token"),
+    dspark("mask_token_id", config=put(mask_token_id=50), text="a token outside the draft vocabulary"),
+    dspark("block_size", config=put(block_size=5), text="5 found; 2 to the 4 slots that the head was trained with"),
+    dspark("target_layer_ids", config=put(target_layer_ids=[2, 3, 4]), text="target_layer_ids: ["),
+    dspark("target_layer_ids", config=without_nested("target_layer_ids"), text="without the key vLLM takes"),
+    dspark("layer_types", config=lambda c: c["layer_types"].append("full_attention"), text="3 given, 2 is allowed"),
+    dspark(
+        "tensor mask_hidden", tensors=tensor("mask_hidden", torch.zeros(1, 1, 96)), text="filled with the embedding"
+    ),
+    dspark("tensor lm_head.weight", tensors=without("lm_head.weight"), text="needs both d2t and lm_head.weight"),
+    dspark_of_speculators("aux_hidden_state_layer_ids", config=put(aux_hidden_state_layer_ids=[1, 2, 3])),
+    dspark_of_speculators("speculative_tokens", config=of_method(speculative_tokens=3), text="collapses acceptance"),
 ]
 
 

@@ -82,23 +82,6 @@ def test_new_heads_of_a_target_with_softcapped_logits_give_its_own_logits(
     torch.testing.assert_close(head.logits(hidden), capped.logits(last_hidden))
 
 
-def test_low_rank_heads_have_few_weights_and_all_of_them_get_gradients(frozen: FrozenTarget) -> None:
-    section = MedusaSection(kind="medusa", medusa_heads=2, lm_head_rank=4)
-    head = new_head(section, frozen, DraftVocab.full(97), seed=0)
-    assert isinstance(head, LevelHead)
-    assert sum(weight.numel() for weight in head.logits_parameters) == 2 * 4 * (32 + 97)
-    features, tokens = torch.randn(1, 5, 32), torch.zeros(1, 5, dtype=torch.long)
-    for _ in range(2):  # `up` starts at zero, so `down` gets no gradient in the first step
-        head.zero_grad()
-        logits = [head.logits(head(features, tokens, torch.arange(5), level=level), level) for level in range(2)]
-        torch.stack(logits).log_softmax(-1)[..., 3].sum().backward()
-        with torch.no_grad():
-            for weight in head.parameters():
-                assert weight.grad is not None
-                weight.add_(weight.grad)
-    assert all(weight.grad is not None and weight.grad.any() for weight in head.parameters())
-
-
 def guesses(head: MedusaHead, feature: Tensor, level: int) -> list[int]:
     hidden = feature
     for number in range(head.shape.num_layers):

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from headstart.heads.formats.lint import lint, violations
 from headstart.heads.formats.published import import_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.block_attention import Blocks
-from headstart.heads.kinds.checkpoint import load_head_for, new_head, save_head
+from headstart.heads.kinds.checkpoint import load_head_for, new_head
 from headstart.heads.kinds.peagle import KEEP_RATIO, KEEP_SHARE_MIN, MASK_TOKEN_KEYS, PEagleHead
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import Slots
@@ -105,23 +104,6 @@ def test_the_pass_of_training_is_that_of_drafting(
     assert_close(states[0], once, atol=1e-4, rtol=1e-4)
     if anchor > 1:
         assert_close(drafted(head, text, anchor, (1, anchor)), once, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("anchor", [3, 8])
-def test_nothing_after_the_anchor_reaches_its_chain(make_head: MakeHead, frozen: FrozenTarget, anchor: int) -> None:
-    """The anchor's token is read by the entry before it; its taps are not known yet."""
-    head, text = make_head("peagle"), a_text()
-    trained = in_training(head, frozen)
-    supervision = trained.supervision_of(text, chain_at(anchor))
-    before = trained.unroll(text, supervision, None)
-    tokens, taps = text.tokens.clone(), text.taps.clone()
-    tokens[:, anchor + 1 :] = (tokens[:, anchor + 1 :] + 1) % 97
-    taps[:, anchor:] += 1
-    assert torch.equal(trained.unroll(replace(text, tokens=tokens, taps=taps), supervision, None), before)
-    taps[:, anchor - 1] += 1
-    assert (trained.unroll(replace(text, taps=taps), supervision, None) != before).any(-1).all()
-    tokens[:, anchor] = (tokens[:, anchor] + 1) % 97
-    assert (trained.unroll(replace(text, tokens=tokens), supervision, None) != before).any(-1).all()
 
 
 def test_the_first_level_of_one_layer_is_eagle_3s(make_head: MakeHead) -> None:
@@ -260,30 +242,6 @@ def test_rows_of_a_batch_draft_as_alone(target: TargetModel, make_head: MakeHead
         new_cache(target, drafter, 3),
     )
     assert paths(tree) == [Naive(head, target, text, Sampling()).tree(growth) for text in texts]
-
-
-def test_a_tree_deeper_than_trained_is_refused(make_head: MakeHead) -> None:
-    head = make_head("peagle")
-    assert head_drafter(head, Dynamic.chain(4)).depth == 4
-    with pytest.raises(ValueError, match=r"decode\.depth: 5 given, 1 to the head's 4 is allowed"):
-        head_drafter(head, Dynamic.chain(5))
-
-
-def test_the_scales_of_taps_are_folded_into_the_saved_weights_exactly(frozen: FrozenTarget, tmp_path: Path) -> None:
-    """The learned vector is in units of scaled taps during training, and of the target's in a file."""
-    head = new_head(PEagleSection(kind="peagle"), frozen, DraftVocab.full(97), seed=3)
-    assert isinstance(head, PEagleHead)
-    taps = torch.randn(1, SEQ, 96)
-    unscaled = head.mask_feature()
-    head.scale_taps([11.0, 0.3, 27.0])
-    assert torch.equal(head.mask_feature(), unscaled)
-    save_head(head, tmp_path / "head")
-    again = load_head_for(tmp_path / "head", frozen)
-    assert isinstance(again, PEagleHead)
-    assert torch.equal(again.project(taps), head.project(taps))
-    assert torch.equal(again.mask_feature(), head.mask_feature())
-    head.take_weights(again)
-    assert torch.equal(again.mask_feature(), head.mask_feature())
 
 
 def test_a_new_head_does_not_draft_its_mask_token(frozen: FrozenTarget) -> None:

@@ -16,9 +16,6 @@ Train = Callable[..., Outcome]
 # Overrides of a sound recipe, joined by " | "; the field at fault is that of the first, or stands before " <- ".
 # {folder} holds the recipe and what it names; {long} stands for 5000 characters.
 OVERRIDES = """
-train.steps='600'
-train.steps=
-target.compile=1
 data.temperatures=[]
 train=5
 head <- head=null
@@ -49,6 +46,8 @@ train.anchors=5
 train.fitted_start=true | train.start_from=runs/other/head
 train.fitted_start=true | head={kind: eagle1}
 joint.mode=full
+joint.mode=lora | head={kind: eagle1}
+head.draft_vocab_size <- head={kind: medusa, medusa_heads: 2, draft_vocab_size: 80} | train.unroll=2 | joint.mode=lora
 train.pack_tokens=64 | head={kind: medusa, medusa_heads: 3} | joint.mode=full
 report.baselines=[plain] | report.other_heads={a: b}
 decode.repeats=0 | report.baselines=[repeats]
@@ -62,7 +61,6 @@ data.folder=s3://user:password@bucket/data
 target.path=gone.gguf
 target.path={folder}/target/not_a_model
 train.learning_rate=.nan
-train.steps=1000000000000000000000000000000
 train.steps
 trian <- trian.steps=3
 head.kind=eagle2

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from headstart.recipes import Recipe, RecipeError, load_recipe, recipe_from_command_line
+from headstart.recipes import RecipeError, load_recipe, recipe_from_command_line
 from headstart.recipes.fields import head_kinds, recipe_fields
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,35 +111,11 @@ def test_integers_stay_integers_and_are_accepted_for_floats(tmp_path: Path, good
 
 
 def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path, good: dict[str, Any]) -> None:
-    good["seed"] = 1
+    good["seed"] = "many"
     overrides = ["seed=2", "train.steps=3", "train.steps=4", "run_dir=elsewhere", "export.format=sglang"]
     recipe = load_recipe(write(tmp_path, good), overrides)
     assert (recipe.seed, recipe.train.steps, recipe.export.format) == (2, 4, "sglang")
     assert recipe.features_dir == Path("elsewhere/features")
-
-
-def test_an_override_can_fix_a_mistake_in_the_file(tmp_path: Path, good: dict[str, Any]) -> None:
-    good["train"]["steps"] = "many"
-    assert load_recipe(write(tmp_path, good), ["train.steps=5"]).train.steps == 5
-
-
-def test_a_recipe_cannot_be_changed(tmp_path: Path, good: dict[str, Any]) -> None:
-    recipe = load_recipe(write(tmp_path, good))
-    with pytest.raises(ValueError, match="frozen"):
-        recipe.train.steps = 5  # type: ignore[misc]
-
-
-def test_all_output_is_below_run_dir(tmp_path: Path, good: dict[str, Any]) -> None:
-    recipe = load_recipe(write(tmp_path, good))
-    names = [name for name, member in vars(Recipe).items() if isinstance(member, property)]
-    places = {getattr(recipe, name) for name in names if name.endswith(("_dir", "_path"))}
-    assert len(places) == 9
-    assert {place.parent for place in places} == {recipe.data_folder} == {recipe.run_dir}
-    good["data"]["folder"] = str(tmp_path / "shared")
-    shared = load_recipe(write(tmp_path, good))
-    harvest = {shared.prompts_dir, shared.responses_dir, shared.features_dir}
-    assert {place.parent for place in harvest} == {tmp_path / "shared"}
-    assert shared.head_dir.parent == shared.checkpoints_dir.parent == shared.run_dir
 
 
 def test_a_hub_name_needs_no_local_folder(tmp_path: Path, good: dict[str, Any]) -> None:
@@ -149,31 +125,17 @@ def test_a_hub_name_needs_no_local_folder(tmp_path: Path, good: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_every_shipped_recipe_loads(path: Path, tmp_path: Path, good: dict[str, Any]) -> None:
-    given = yaml.safe_load(path.read_text())
-    overrides = []
-    if given["data"]["heldout_prompts"] != "self":
-        overrides.append(f"data.heldout_prompts={good['data']['heldout_prompts']}")
-    if given["data"]["prompts"] != "self":
-        overrides.append(f"data.prompts={good['data']['heldout_prompts']}")
+def test_every_shipped_recipe_loads(path: Path, good: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those for the demo target with its files; in the others small files stand in for those that are named."""
+    given, overrides = yaml.safe_load(path.read_text()), list[str]()
+    monkeypatch.chdir(ROOT)
+    if not given["target"]["path"].startswith("assets/"):
+        names = [name for name in ("prompts", "heldout_prompts") if given["data"][name] != "self"]
+        overrides = [f"data.{name}={good['data']['prompts']}" for name in names]
     if given["target"]["path"].startswith("models/"):  # larger than the target that stands in for it
         overrides += [f"head.{field}=null" for field in ("draft_vocab_size", "taps") if field in given["head"]]
-    if given["target"]["path"].startswith(("assets/", "models/")):
         overrides.append(f"target.path={good['target']['path']}")
     assert load_recipe(path, overrides).run_dir == Path("runs") / path.stem
-
-
-@pytest.mark.skipif(not (ROOT / "assets/demo_target/config.json").exists(), reason="the demo target is missing")
-@pytest.mark.parametrize("name", ["tiny", "tiny_eagle1", "tiny_full", "tiny_medusa", "tiny_medusa2", "tiny_block"])
-def test_the_demo_recipes_fit_the_demo_target(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    load_recipe(f"recipes/{name}.yaml")
-
-
-def test_every_field_has_a_description() -> None:
-    fields = recipe_fields()
-    assert {"seed", "target.path", "head.taps", "train.learning_rate"} <= fields.keys()
-    assert all(field.description.endswith(".") and "\n" not in field.description for field in fields.values())
 
 
 def test_a_recipe_has_at_most_100_keys() -> None:
@@ -190,3 +152,4 @@ def test_help_lists_every_field(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert printed.index("Fit a head.") < printed.index("examples:") < printed.index("train.learning_rate ")
     assert " a number > 0 " in printed
     assert all(path in printed for path in recipe_fields())
+    assert all(field.description.endswith(".") for field in recipe_fields().values())

@@ -3,20 +3,17 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from drafting import a_sample
-from saved_tensors import SavedForBackward, storage_of
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.data_pipelines.features.batches import Batch, Sample, pack
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.block import BlockHead
-from headstart.heads.kinds.block_attention import Blocks, Reach
+from headstart.heads.kinds.block_attention import Blocks
 from headstart.heads.kinds.checkpoint import load_head_for
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
@@ -163,40 +160,6 @@ def test_an_objective_named_in_the_recipe_had_no_effect_on_a_dflash_head(make_re
     assert Objective.from_recipe(weighted).weight == 0.5
 
 
-class Conversions(TorchDispatchMode):
-    """Counts the tensors of one shape that are converted to another number format."""
-
-    def __init__(self, shape: torch.Size) -> None:
-        super().__init__()
-        self.shape, self.count = shape, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._to_copy.default and args[0].shape == self.shape
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("vocab_size", [97, 60])
-def test_the_shared_lm_head_is_not_converted_for_each_chunk_of_blocks(
-    make_head: MakeHead, frozen: FrozenTarget, monkeypatch: pytest.MonkeyPatch, vocab_size: int
-) -> None:
-    """In bfloat16 training it is the teacher's, converted before the first step; the float32 one has the same loss."""
-    monkeypatch.setattr("headstart.trainers.objectives.unrolled.positions_at_once", lambda *_: 2)
-    vocab, batch = DraftVocab.most_frequent(torch.arange(97) % 7, vocab_size), Batch.collate(SAMPLES, torch.float32)
-    head = make_head("block", vocab=vocab).requires_grad_(True)
-    wide = head.output_layer
-    trained = TrainedBlocks(head, Teacher(frozen, vocab, torch.bfloat16), DSPARK, TrainSection(steps=1, anchors=4))
-    assert head.output_layer is trained.teacher.within_vocab.lm_head
-    losses, counts = [], []
-    for lm_head in (head.output_layer, wide):
-        head.shared_lm_head = lm_head
-        with torch.autocast("cpu", torch.bfloat16), Conversions(lm_head.shape) as conversions:
-            supervision = trained.supervise(batch, "key")
-            losses.append(trained(batch, supervision, supervision.counts(4)).loss)
-        counts.append(conversions.count)
-    assert torch.equal(*losses)
-    assert counts[0] == 0 < counts[1]
-
-
 def test_the_expected_acceptance_length_is_that_of_chains_of_the_mean_acceptances() -> None:
     """Of 10, 8 and 4 blocks with 5, 6 and 1 expected acceptances: 1 + 1/2 + 1/2 * 3/4 + 1/2 * 3/4 * 1/4"""
     sums = torch.tensor([[10.0, 8, 4], [0, 0, 0], [0, 0, 0], [5, 6, 1]])
@@ -211,21 +174,6 @@ def test_a_batch_without_a_block_has_no_loss_and_no_gradient(make_head: MakeHead
     assert not scores.sums().any()
     for gradient in torch.autograd.grad(scores.loss, [*trained.parameters()], allow_unused=True):
         assert gradient is None or not gradient.any()
-
-
-def saved_bytes(make_head: MakeHead, seq: int) -> int:
-    head = make_head("block", reaches=(Reach(), Reach())).requires_grad_(True)
-    blocks = draw_blocks(Batch.collate([a_sample(seq, range(seq), 1)], torch.float32), 16, "key")
-    tokens, taps = torch.zeros(1, seq, dtype=torch.long), torch.randn(1, seq, 96)
-    with SavedForBackward({storage_of(each) for each in head.parameters()}) as saved:
-        head.blocks_of(head.project(taps), torch.arange(seq), tokens, blocks)
-    head.requires_grad_(False)
-    return saved.num_bytes
-
-
-def test_training_memory_is_linear_in_the_length_of_a_text(make_head: MakeHead) -> None:
-    sizes = [saved_bytes(make_head, seq) for seq in (64, 128, 256)]
-    assert sizes[2] - sizes[1] <= 2.02 * (sizes[1] - sizes[0])
 
 
 def test_a_run_trains_measures_and_writes_a_block_head(harvested: Path, make_recipe: MakeRecipe) -> None:

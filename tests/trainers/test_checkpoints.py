@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from headstart.recipes.schema_train import TrainSection
-from headstart.trainers.parallel.head_on_ranks import build_optimizers, named_optimizer_state, set_optimizer_state
 from headstart.trainers.run_checkpoints import Checkpoints, Snapshot
 
 
@@ -89,35 +87,3 @@ def test_an_unreadable_newest_checkpoint_stops_with_its_name(
     assert file in str(error.value) or file == "state.json"
     shutil.rmtree(tmp_path / "step-10")
     assert loaded_step(checkpoints) == 5
-
-
-def small_head(optimizer: str) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    head = nn.ModuleDict({"fc": nn.Linear(4, 3), "lm_head": nn.Linear(3, 5)})
-    return head, build_optimizers(head, TrainSection.model_validate({"steps": 9, "optimizer": optimizer}))
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_checkpoint_restores_weights_and_optimizers_exactly(tmp_path: Path, optimizer: str) -> None:
-    def update(head: nn.Module, optimizers: list[torch.optim.Optimizer], number: int) -> None:
-        generator = torch.Generator().manual_seed(number)
-        for parameter in head.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        for each in optimizers:
-            each.step()
-
-    head, optimizers = small_head(optimizer)
-    for number in range(3):
-        update(head, optimizers, number)
-    state = dict(named_optimizer_state(head, optimizers))
-    kept = "fc.weight.momentum_buffer" if optimizer == "muon" else "fc.weight.exp_avg"
-    assert {kept, "lm_head.bias.exp_avg_sq"} < state.keys()
-    Checkpoints(tmp_path, {}).save(Snapshot(3, head.state_dict(), state))
-    update(head, optimizers, 3)
-    again, optimizers_again = small_head(optimizer)
-    found = Checkpoints(tmp_path, {}).load()
-    assert found is not None
-    again.load_state_dict(found.weights)
-    set_optimizer_state(again, optimizers_again, found.optimizers)
-    update(again, optimizers_again, 3)
-    for name, tensor in head.state_dict().items():
-        assert again.state_dict()[name].equal(tensor), name

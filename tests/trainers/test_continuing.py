@@ -58,12 +58,6 @@ def test_another_field_is_refused_with_more_steps_too(trained: Path) -> None:
     assert "train.steps" not in str(error.value)
 
 
-def test_the_same_recipe_says_nothing_about_continuing(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tiny_recipe(trained))
-    assert "head was already complete" in (said := capsys.readouterr().out)
-    assert "continuing" not in said
-
-
 def test_a_damaged_checkpoint_is_named_and_the_run_s_start_is_kept(trained: Path) -> None:
     """Its start was noted anew, as if no step had been taken."""
     recipe = tiny_recipe(trained, "train.steps=12")

@@ -48,12 +48,6 @@ def test_a_launch_file_chooses_the_parallelism_and_nothing_that_a_recipe_sets(co
     assert not config.deepspeed_config.keys() & {"gradient_clipping", "gradient_accumulation_steps"}
 
 
-def test_every_launch_file_is_tested() -> None:
-    names = {path.name for path in LAUNCHES.iterdir()}
-    configurations = {f"{name}.yaml" for name in ("one", "ddp", "fsdp2", "zero2", "zero3")}
-    assert names == {*configurations, "slurm.sh", "slurm_array.sh", "harvest_job.yaml"}
-
-
 def test_the_slurm_script_starts_one_launcher_on_each_machine(tmp_path: Path) -> None:
     stubs = {
         "scontrol": "printf 'node7\\nnode8\\n'",

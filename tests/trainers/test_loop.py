@@ -16,7 +16,6 @@ from matrix import slow_unless
 from safetensors.torch import load_file
 from tiny_run import contents, write_shard
 
-from headstart.common.progress import Progress
 from headstart.data_pipelines.features.batches import Batch, Sample
 from headstart.data_pipelines.features.shards import FeatureStore, shard_name, write_manifest
 from headstart.heads.frozen import FrozenTarget
@@ -229,20 +228,6 @@ def test_a_signal_was_not_answered_before_the_end_of_a_long_step(capfd: pytest.C
         signal.raise_signal(signal.SIGTERM)
         assert interrupts.received == signal.SIGTERM
         assert "SIGTERM: finishes this step, then saves" in capfd.readouterr().err
-
-
-def test_the_progress_bar_said_nothing_while_a_head_was_measured(
-    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    notes, skip = list[str | None](), Progress.skip
-
-    def noted(bar: Progress, count: int, text: str | None = None) -> None:
-        notes.append(text)
-        skip(bar, count, text)
-
-    monkeypatch.setattr(Progress, "skip", noted)
-    run(make_recipe("run", "train.steps=1", "train.warmup_steps=1"))
-    assert "measuring on held-out prompts" in notes
 
 
 @pytest.mark.slow

@@ -226,19 +226,6 @@ def test_the_head_is_reported_and_exported_only_with_the_tuned_target(tuned: Rec
     assert all(o.same == o.prompts for o in report(recipe) if o.method != "generate")
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("head={kind: eagle1}", "joint.mode: 'lora' given, only null is allowed with head.kind eagle1; remove it, or"),
-        ("head={kind: medusa, medusa_heads: 2, draft_vocab_size: 80}", "head.draft_vocab_size: 80 given, only null"),
-        ("train.pack_tokens=64", "train.pack_tokens: 64 given, only null is allowed with joint.mode"),
-    ],
-)
-def test_recipes_that_medusa_2_cannot_train_are_refused(harvested: Path, override: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        tiny_recipe(harvested, *MEDUSA, joint("lora"), override)
-
-
 def test_sharding_the_trained_target_is_refused(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = make_recipe("run", *MEDUSA, joint("lora"))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")

@@ -4,12 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pretended_cuda import pretended_cuda
 from tiny_run import assert_same_sample, modified, tiny_recipe
 from torch.testing import assert_close
 
-from headstart.data_pipelines.features import sample_stores
-from headstart.data_pipelines.features.batches import Batch, SampleStore
+from headstart.data_pipelines.features.batches import SampleStore
 from headstart.data_pipelines.features.features import States, tap
 from headstart.data_pipelines.features.sample_stores import OnlineStore, TargetProcess, open_stores
 from headstart.data_pipelines.features.shards import FeatureStore
@@ -96,22 +94,6 @@ def test_samples_of_at_most_two_steps_are_in_memory(counted: tuple[Counted, Onli
     assert len(target.asked) == 4  # 0 and 1 were dropped and read again
 
 
-def test_states_of_a_target_on_the_card_that_trains_stay_there_unless_they_are_many(
-    harvested: Path, counted: tuple[Counted, OnlineStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, store = counted
-
-    def tap_on_card(texts: list[list[int]], images: Any) -> States:
-        return States(**{name: states.to("cuda") for name, states in vars(target(texts)).items()})
-
-    store.tap_texts = tap_on_card
-    with pretended_cuda():
-        batch = Batch.collate([store[0], store[1]], device="cuda")
-        assert {each.device.type for each in (store[0].taps, batch.taps, batch.last_hidden)} == {"cuda"}
-        monkeypatch.setattr(sample_stores, "ON_DEVICE", 0)
-        assert {store[2].taps.device.type, store[2].last_hidden.device.type} == {"cpu"}
-
-
 def test_one_target_harvests_decodes_and_teaches(
     harvested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,15 +123,9 @@ def test_one_target_harvests_decodes_and_teaches(
 @pytest.mark.slow
 def test_a_target_process_that_has_ended_is_reported_by_name(harvested: Path) -> None:
     process = TargetProcess(online(harvested).target, TAPS, "cpu")
+    assert process.tap([[1, 2, 3]]).last_hidden.shape == (3, 32)
     process._process.kill()
     with pytest.raises(ValueError, match=r"data\.online: the target's process on cpu ended; see its error"):
         process.tap([[1, 2]])
     process.close()
-
-
-@pytest.mark.slow
-def test_a_closed_target_process_ends(harvested: Path) -> None:
-    process = TargetProcess(online(harvested).target, TAPS, "cpu")
-    assert process.tap([[1, 2, 3]]).last_hidden.shape == (3, 32)
-    process.close()
-    assert process._process.exitcode == 0
+    assert process._process.exitcode is not None

@@ -1,7 +1,6 @@
 """Laws of packed rows: samples in one row do not affect each other and train the head exactly as padded ones do."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,20 +76,6 @@ def test_packed_samples_give_the_same_loss_and_gradients_as_padded_ones(
     for what, its in padded.items():
         assert its.abs().max() > 1e-6, f"{what} is zero, so the comparison would be empty"
         assert (packed[what] - its).norm() <= 1e-5 * its.norm(), what
-
-
-def test_no_sample_predicts_the_first_token_of_the_next(frozen: FrozenTarget) -> None:
-    """The target may have written that token, but in another text.
-
-    tokens       a b c | d e       supervised: the target's distribution after a, b and d
-    loss mask    1 1 1   1 1
-    """
-    samples = [replace(random_sample(length, "eagle3"), loss_mask=torch.ones(length).bool()) for length in (3, 2)]
-    batch = Batch.collate(samples, torch.float32, "cpu", [[0, 1]])
-    found = Teacher(frozen, DraftVocab.full(VOCAB)).supervise(batch)
-    assert found.columns.tolist() == [0, 1, 3]
-    assert found.places.tolist() == [0, 1, 0]
-    assert found.can_predict(2).tolist() == [[False, True, False], [False, False, False]]
 
 
 @pytest.mark.parametrize("tokens", [0, 100, 300])

@@ -1,6 +1,5 @@
 """Laws of `headstart.refresh`: the policy is only read, a worse head is never returned, and no kill harms a head."""
 
-import copy
 import os
 import random
 import signal
@@ -116,7 +115,7 @@ def test_a_head_follows_a_policy_that_has_moved(recipe: Recipe, tmp_path: Path) 
     policy = load_policy(recipe)
     phrase = torch.tensor([[*range(250, 256)] * 5])
     optimizer = torch.optim.AdamW(policy.parameters(), 3e-3)
-    for _ in range(30):
+    for _ in range(100):
         policy(phrase, labels=phrase).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -162,7 +161,7 @@ def test_no_head_that_accepts_less_is_returned(
         out = tmp_path / str(number)
         done = refresh(recipe.head_dir, texts, recipe.target.path, out, device="cpu")
         outcomes.append(done.is_new)
-        assert out.exists() == done.is_new
+        assert out.exists() == done.is_new == (done.verdict.low > 0)
         if done.is_new:
             verdict = judge(load_head_for(done.head, frozen), served, samples, 5, 4)
             assert verdict == done.verdict
@@ -171,22 +170,6 @@ def test_no_head_that_accepts_less_is_returned(
             assert done.head == recipe.head_dir
     assert not any(outcomes[: len(changes)])
     assert contents(recipe.head_dir) == before
-
-
-def test_a_new_head_is_returned_exactly_if_the_gate_lets_it_through(
-    recipe: Recipe, rollouts: list[Rollout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    frozen, draw, outcomes = FrozenTarget.from_folder(Path(recipe.target.path), torch.float32), random.Random(0), set()
-    texts = refreshing.with_states(rollouts, load_head_for(recipe.head_dir, frozen), load_policy(recipe))
-    monkeypatch.setattr(refreshing, "fit", lambda before, *_: copy.deepcopy(before))
-    for number in range(20):
-        verdict = Verdict(30, 1.5, draw.uniform(1, 2), low := draw.uniform(-1, 1), low + 0.5)
-        monkeypatch.setattr(refreshing, "judge", lambda *_, verdict=verdict: verdict)
-        done = refresh(recipe.head_dir, texts, recipe.target.path, tmp_path / str(number), device="cpu")
-        assert (done.is_new, (tmp_path / str(number)).exists()) == (low > 0, low > 0)
-        assert done.head == (tmp_path / str(number) if low > 0 else recipe.head_dir)
-        outcomes.add(done.is_new)
-    assert outcomes == {True, False}
 
 
 PROGRAM = """

@@ -16,9 +16,17 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.block import BlockHead
 from headstart.heads.kinds.checkpoint import draft_vocab, load_head_for, new_head, save_head
 from headstart.heads.kinds.eagle3 import Eagle3Head
+from headstart.heads.kinds.peagle import PEagleHead
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
-from headstart.recipes.schema_heads import BlockSection, Eagle1Section, Eagle3Section, HeadSection, MedusaSection
+from headstart.recipes.schema_heads import (
+    BlockSection,
+    Eagle1Section,
+    Eagle3Section,
+    HeadSection,
+    MedusaSection,
+    PEagleSection,
+)
 from headstart.trainers import run
 from headstart.trainers.new_head import describe_vocabulary
 
@@ -29,6 +37,7 @@ SECTIONS: list[HeadSection] = [
     Eagle1Section(kind="eagle1"),
     MedusaSection(kind="medusa"),
     BlockSection(kind="block"),
+    PEagleSection(kind="peagle"),
 ]
 
 
@@ -49,7 +58,7 @@ def test_a_head_takes_over_the_weights_of_a_saved_one_exactly(
             parameter.add_(torch.randn_like(parameter))
     save_head(trained, tmp_path / "head")
     again = new_head(section, frozen, DraftVocab.full(size), seed=2)
-    if isinstance(again, Eagle3Head | BlockHead):
+    if isinstance(again, Eagle3Head | BlockHead | PEagleHead):
         again.scale_taps([4.0, 0.25, 8.0, 2.0, 16.0][: len(again.taps)])
     again.take_weights(load_head_for(tmp_path / "head", frozen))
     for name, tensor in trained.engine_tensors().items():

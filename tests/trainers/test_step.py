@@ -21,7 +21,6 @@ from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe
 from headstart.recipes.schema_train import TrainSection
 from headstart.trainers import run
-from headstart.trainers.evaluation import held_out_metrics
 from headstart.trainers.loop import SampleOrder
 from headstart.trainers.new_head import build_head, start_of_run
 from headstart.trainers.parallel import muon
@@ -245,29 +244,6 @@ def test_half_of_muon_s_symmetric_product_was_computed_twice(rows: int) -> None:
     assert counted.get_total_flops() <= (0.76 if rows > 2 * muon.SYMMETRIC_ROWS else 1) * 2 * rows * rows * 600
 
 
-def test_the_choices_of_a_text_were_computed_again_in_each_epoch(
-    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second reading of the samples, in other batches, packed or held out, asks the target for no choice again."""
-    training = start_training(make_recipe("run", "head={kind: eagle3, draft_vocab_size: 80}"))
-    heads, asked, choices = training.head.unrolled, list[int](), FrozenTarget.choices
-
-    def watching(frozen: FrozenTarget, last_hidden: Tensor) -> Tensor:
-        asked.append(len(last_hidden))
-        return choices(frozen, last_hidden)
-
-    monkeypatch.setattr(FrozenTarget, "choices", watching)
-    first = [train_step(training, step, [2 * step, 2 * step + 1]) for step in range(6)]
-    metrics = held_out_metrics(heads, training.inputs.heldout, 2)
-    assert sum(asked) > 0
-    asked.clear()
-    packed = replace(training, recipe=make_recipe("run", "train.pack_tokens=64"))
-    again = [train_step(packed, 0, [*range(12)])]
-    assert held_out_metrics(heads, training.inputs.heldout, 2).keys() == metrics.keys()
-    assert not asked
-    assert_close(sum(each.sums[0] for each in again), sum(each.sums[0] for each in first))  # as many can be predicted
-
-
 def test_a_long_prompt_was_computed_in_every_step_of_the_unroll(make_recipe: Callable[..., Recipe]) -> None:
     training = start_training(make_recipe("run", "train.unroll=5"))
     heads, flops = training.head.unrolled, []
@@ -281,17 +257,3 @@ def test_a_long_prompt_was_computed_in_every_step_of_the_unroll(make_recipe: Cal
             heads.unroll(batch, supervision, None)
         flops.append(counted.get_total_flops())
     assert flops[1] < flops[0] * (1 + 4 * 9 / tokens) / 5 * 1.2  # step 0 reads all, the others 4 + 5 indices
-
-
-def test_a_step_that_is_not_logged_counts_no_hits_and_learns_the_same(
-    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    results, weights = [], []
-    for counts_hits in (True, False):
-        training = start_training(make_recipe("run"))
-        results.append(train_step(training, 0, [0, 1, 2], counts_hits=counts_hits).sums)
-        weights.append([each.clone() for each in training.head.unrolled.head.parameters()])
-        assert training.head.unrolled.counts_hits  # as held-out measurements need
-    assert torch.equal(results[0][:2], results[1][:2])
-    assert float(results[0][2:].sum()) > 0 == float(results[1][2:].sum())
-    assert all(map(torch.equal, *weights))

@@ -24,7 +24,6 @@ from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.kinds.eagle1 import Eagle1Head, Eagle1Layer
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.heads.layers import RMSNorm
-from headstart.heads.losses import OBJECTIVES
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.schema_heads import Eagle1Section, Eagle3Section
@@ -75,12 +74,13 @@ def unrolled_loss(
     counts: Tensor | None = None,
     objective: Objective = EAGLE_3,
     checkpointing: bool = False,
+    noise: Tensor | None = None,
 ) -> Tensor:
     """The loss as the training loop computes it; `counts` are those of a larger batch that contains this one."""
     section = TrainSection(steps=1, activation_checkpointing=checkpointing)
     unrolled = UnrolledHead(head, Teacher(frozen, head.vocab), objective, section)
     supervision = unrolled.teacher.supervise(batch)
-    return unrolled(batch, supervision, supervision.counts(UNROLL) if counts is None else counts).loss
+    return unrolled(batch, supervision, supervision.counts(UNROLL) if counts is None else counts, noise).loss
 
 
 def gradients(head: DraftHead, loss: Tensor) -> dict[str, Tensor]:
@@ -177,18 +177,22 @@ def test_the_loss_of_eagle_3_is_that_of_the_paper_written_out(
     assert_close(gradients(head, loss), expected_gradients, rtol=1e-5, atol=1e-5)
 
 
-def reference_eagle1_loss(head: Eagle1Head, samples: list[Sample], outputs: list[tuple[Tensor, Tensor]]) -> Tensor:
+def reference_eagle1_loss(
+    head: Eagle1Head, samples: list[Sample], outputs: list[tuple[Tensor, Tensor]], noise: Tensor
+) -> Tensor:
     """EAGLE-1's unrolled loss written out: each sample alone, masks in full.
 
-    `outputs` are the target's logits and its last hidden states after the final norm.
+    `outputs` are the target's logits and its last hidden states after the final norm. The noise is added to the states
+    that the head reads, and not to those that it predicts.
     """
     [layer] = head.layers
     assert isinstance(layer, Eagle1Layer)
     assert head.input_scale is not None
     attention, fc = layer.self_attn, head.fc.weight * head.input_scale
     sums, counts = [torch.zeros(()) for _ in range(UNROLL)], [0] * UNROLL
-    for sample, (target, wanted) in zip(samples, outputs, strict=True):
-        length, supervised, features = len(sample.tokens), sample.loss_mask.tolist(), wanted
+    for sample, (target, wanted), added in zip(samples, outputs, noise, strict=True):
+        length, supervised = len(sample.tokens), sample.loss_mask.tolist()
+        features = wanted + added[:length]
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for k in range(UNROLL):
@@ -226,8 +230,10 @@ def test_the_loss_of_eagle_1_is_that_of_the_paper_written_out(harvested: Path, s
     with torch.no_grad():
         features = [model.model.norm(sample.last_hidden.double()) for sample in samples]
         outputs = [(model.lm_head(feature), feature) for feature in features]
-    expected = reference_eagle1_loss(head, samples, outputs)
-    loss = unrolled_loss(head, batch_for(head, samples), frozen, objective=EAGLE_1)
+    batch = batch_for(head, samples)
+    noise = torch.randn(*batch.tokens.shape, 32, dtype=torch.float64)
+    expected = reference_eagle1_loss(head, samples, outputs, noise)
+    loss = unrolled_loss(head, batch, frozen, objective=EAGLE_1, noise=noise)
     assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     expected_gradients = gradients(head, expected)
     assert not [name for name, gradient in expected_gradients.items() if gradient.abs().max() < 1e-4]
@@ -243,12 +249,11 @@ def batch_for(head: DraftHead, samples: list[Sample]) -> Batch:
 def each_head(harvested: Path, frozen: FrozenTarget) -> list[tuple[LevelHead, Objective]]:
     """Heads and objectives that chunks and activation checkpoints could each get wrong."""
     limited = random_head(harvested, frozen, **EAGLE_31)
-    others = [replace(EAGLE_3, name=name) for name in OBJECTIVES if name != EAGLE_3.name]
     return [
         (random_head(harvested, frozen), EAGLE_3),
         (random_head(harvested, frozen, hidden_size=24), EAGLE_3),
         (random_eagle1_head(frozen), EAGLE_1),
-        *[(limited, objective) for objective in (EAGLE_3, *others)],
+        *[(limited, objective) for objective in (EAGLE_3, replace(EAGLE_3, name="blended_acceptance"))],
     ]
 
 
@@ -328,26 +333,6 @@ def test_input_noise_depends_on_its_sample_and_step_alone() -> None:
     assert not torch.equal(input_noise(0.2, [64], ["0 6 12"], 400, "cpu")[0], noise[1, :64])
 
 
-def test_input_noise_is_added_only_to_the_features_of_the_target(
-    harvested: Path, frozen: FrozenTarget, samples: list[Sample]
-) -> None:
-    """The loss equals that of a head whose projection already adds the noise."""
-    head = random_eagle1_head(frozen)
-    batch = batch_for(head, samples)
-    unrolled = UnrolledHead(head, Teacher(frozen, head.vocab), EAGLE_1)
-    supervision, noise = unrolled.teacher.supervise(batch), torch.randn(*batch.tokens.shape, 32)
-    noisy = unrolled(batch, supervision, supervision.counts(UNROLL), noise).loss
-    assert noisy != unrolled(batch, supervision, supervision.counts(UNROLL)).loss
-    project = head.project
-
-    class Shifted(Eagle1Head):
-        def project(self, taps: Tensor) -> Tensor:
-            return project(taps) + noise if taps.ndim == 3 else project(taps)
-
-    head.__class__ = Shifted
-    assert_close(unrolled(batch, supervision, supervision.counts(UNROLL)).loss, noisy)
-
-
 def test_an_objective_is_that_of_the_paper_unless_the_recipe_says_otherwise(make_recipe: Callable[..., Recipe]) -> None:
     assert Objective.from_recipe(make_recipe("a", "train.unroll=4")) == EAGLE_3
     eagle1 = "head={kind: eagle1}", "train.unroll=4"
@@ -378,27 +363,3 @@ def test_tap_sizes_are_medians_that_one_huge_token_does_not_move(tmp_path: Path)
     store = FeatureStore(tmp_path, "train")
     assert_close(store.tap_sizes((1, 2), 5), [3.0, 20.0], rtol=0.1, atol=0)
     assert_close(store.tap_sizes((1, 2, 5), 5), [3.0, 20.0, 7.0], rtol=0.1, atol=0)
-
-
-def test_no_position_is_scored_on_tokens_outside_its_sample(
-    harvested: Path, frozen: FrozenTarget, samples: list[Sample]
-) -> None:
-    """The last scored index is T - 3: it takes token T - 2 and is scored against the target's distribution of token
-    T - 1, which comes from the hidden state at T - 2. So the last token, the last hidden state and the last two taps
-    are never used."""
-    head = random_head(harvested, frozen)
-
-    def loss_with(change: Callable[[Sample], None]) -> Tensor:
-        [longest] = samples[-1:]
-        copy = Sample(*(tensor.clone() for tensor in vars(longest).values()))
-        change(copy)
-        return unrolled_loss(head, Batch.collate([copy], torch.float32), frozen)
-
-    def disturb(name: str, place: int) -> Callable[[Sample], None]:
-        return lambda sample: getattr(sample, name)[place].add_(1)
-
-    unchanged = loss_with(lambda sample: None)
-    for name, place in (("tokens", -1), ("last_hidden", -1), ("taps", -1), ("taps", -2)):
-        assert loss_with(disturb(name, place)) == unchanged, f"{name} at {place} is used"
-    for name, place in (("tokens", -2), ("last_hidden", -2), ("taps", -3)):
-        assert loss_with(disturb(name, place)) != unchanged, f"{name} at {place} is not used"

@@ -1,17 +1,14 @@
 """Laws of the TRL callback: training with it is training without it, and new heads reach whatever generates."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from completion_server import Server, serving
 from datasets import Dataset
 from tiny_run import recipe_with_random_head
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -134,26 +131,15 @@ def test_a_refresh_that_fails_leaves_the_old_head(
     assert "generate" not in vars(callback.model)
 
 
-@contextmanager
-def vllm_server(codes: dict[str, int]) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
-    """A server that writes down what it is asked, and answers with the code of a path."""
-    asked: list[tuple[str, Any]] = []
+class VllmServer(Server):
+    """Writes down what it is asked, and answers with the code of a path."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append((self.path, body))
-            self.send_response(codes.get(self.path, 200))
-            self.end_headers()
-            self.wfile.write(b"{}")
+    codes: dict[str, int]
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", asked
-        server.shutdown()
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.seen.append({"path": self.path} | body)
+        self.answer(self.codes.get(self.path, 200), {})
 
 
 class Client:
@@ -185,18 +171,19 @@ def test_a_vllm_server_gets_the_new_head_in_a_session_for_drafts(
     made = tmp_path / "heads/made"
     save_head(load_head(recipe.head_dir, recipe.target.path), made)
     callback.versions.choose(callback.versions.add(made).name)
-    with vllm_server({"/update_weights": code}) as (url, asked):
+    with serving(VllmServer, codes={"/update_weights": code}) as (url, server):
         trainer.use_vllm, trainer.vllm_generation = True, SimpleNamespace(vllm_client=Client(url))
         state = SimpleNamespace(global_step=1)
         trainer._buffered_inputs = []
         callback.on_step_end(None, state, None)
-        client = trainer.vllm_generation.vllm_client
-        assert [path for path, _ in asked] == ["/start_draft_weight_update", "/update_weights", "/finish_weight_update"]
+        client, asked = trainer.vllm_generation.vllm_client, server.seen
+        paths = [each["path"] for each in asked]
+        assert paths == ["/start_draft_weight_update", "/update_weights", "/finish_weight_update"]
         assert not client._updating_weights
         expected = load_head(callback.newest, recipe.target.path).served_tensors()
         if code == 200:
-            assert asked[1][1]["names"] == [*expected]
-            assert asked[1][1]["shapes"] == [[*each.shape] for each in expected.values()]
+            assert asked[1]["names"] == [*expected]
+            assert asked[1]["shapes"] == [[*each.shape] for each in expected.values()]
             assert all(client.received[name].equal(each) for name, each in expected.items())
         else:
             assert "Request failed: 500" in capsys.readouterr().out
