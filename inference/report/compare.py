@@ -100,7 +100,7 @@ class Comparison:
             same = [(prompt.category, text == own) for prompt, text, own in zip(prompts, texts, plain, strict=True)]
             if self.forcing is not None:
                 pairs = zip(prompts, texts, strict=True)
-                judged = [(prompt.category, self.forcing.judge(prompt.tokens, text)) for prompt, text in pairs]
+                judged = [(prompt.category, self.forcing.judge(prompt, text)) for prompt, text in pairs]
         return Outcome(
             method.name,
             sampling.temperature,

@@ -26,6 +26,7 @@ from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.generate.loading import held_out_prompts, taps_to_read
 from headstart.inference.images.kept import KeptPictures
+from headstart.inference.report.command import report
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.trainers.eagle import train
@@ -208,3 +209,13 @@ def test_a_head_of_pictures_is_trained_calibrated_and_drafts_the_targets_text(tm
     plain = [each.tokens for each in generate_batch(target, requests)]
     drafted = generate_batch(target, requests, head_drafter(head, Dynamic.chain(2)))
     assert [each.tokens for each in drafted] == plain
+
+
+def test_a_report_splits_prompts_with_pictures_from_texts(seen: Path, tmp_path: Path) -> None:
+    copy(seen, tmp_path)
+    fields = "report.temperatures=[0]", "report.baselines=[generate, plain, prompt_lookup]", "report.batches=[1, 2]"
+    for outcome in report(tiny_recipe(tmp_path, *fields, "decode.growth=chain")):
+        assert {name: each.prompts for name, each in outcome.by_category.items()} == {"pictures": 4, "texts": 1}
+        assert outcome.same == outcome.prompts == 5
+        assert outcome.method != "generate" or outcome.batch == 1
+        assert outcome.forced is None or outcome.forced.outside == 0
