@@ -4,9 +4,9 @@
     python benchmarks/pictures.py heads runs/pictures
 
 The target is a Qwen3-VL of 0.9 million weights that answers by its picture: up to three coloured shapes on a grid. Half
-of its samples have no picture: shapes told in words, counting, copying. The heads have about the same size, and the same
-steps, seeds and numbers of samples; both kinds of prompts are held out. `permuted`: the target reads the prompt's picture
-and the head another prompt's states at the places of the picture, so a head that does not use the picture loses nothing.
+of its samples have no picture: shapes told in words, counting, copying. The heads have the same steps, seeds and
+numbers of samples, and about the same size; both kinds of prompts are held out. `permuted`: the target reads the
+prompt's picture and the head another's states at its places, so a head that does not use the picture loses nothing.
 """
 
 import argparse
