@@ -179,7 +179,7 @@ class DataSection(Section):
             if getattr(self, name) is not None and self.prompts != SELF:
                 raise ValueError(f"{name} is for prompts {SELF}; remove it, or choose prompts {SELF}")
         if self.self_pictures is not None and (self.server is not None or self.states is not None):
-            raise ValueError("server and states allow text alone; remove them, or remove self_pictures")
+            raise ValueError("self_pictures needs this process to answer; remove it, or remove server and states")
         writers = ["states"] * (self.states is not None and self.responses == "target")
         writers += ["server"] * (self.server is not None and self.states is None)
         writers += ["draft_head"] * (self.draft_head is not None)

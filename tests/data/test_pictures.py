@@ -3,6 +3,7 @@
 import base64
 import json
 import shutil
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 from datasets import Dataset, Features, Image, Value
 from seeing_target import COLOURS, build_seeing_run, file_bytes, picture
-from tiny_run import tiny_recipe
+from test_data import kill_while_writing_features, kill_while_writing_responses
+from tiny_run import contents, tiny_recipe
 from torch.testing import assert_close
 
 from headstart.common.files import read_growing_jsonl, read_jsonl
@@ -147,6 +149,17 @@ def test_a_picture_that_changed_on_disk_is_another_sample_and_the_run_keeps_its_
     harvest(before)
     stores = [FeatureStore(each.features_dir, "train") for each in (before, tiny_recipe(seen))]
     assert all(stores[0][number].taps.equal(stores[1][number].taps) for number in range(len(old)))
+
+
+@pytest.mark.parametrize("kill", [kill_while_writing_responses, kill_while_writing_features])
+def test_a_killed_harvest_with_pictures_resumes_to_the_same_bytes(
+    seen: Path, tmp_path: Path, kill: Callable[[Recipe], None]
+) -> None:
+    recipe = tiny_recipe(seen, f"run_dir={tmp_path / 'run'}")
+    shutil.copytree(seen / "run", recipe.run_dir)
+    kill(recipe)
+    harvest(recipe)
+    assert contents(recipe.run_dir) == contents(seen / "run")
 
 
 def test_a_held_out_prompt_with_another_picture_is_another_prompt(seen: Path, tmp_path: Path) -> None:

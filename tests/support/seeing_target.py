@@ -65,7 +65,8 @@ def build_seeing_target(
     tokenizer = tokenizer or build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [*MARKS, "<|video_pad|>"]})
     tokenizer.chat_template, tokenizer.model_max_length = TEMPLATE, 256
-    start, place, end, video = tokenizer.convert_tokens_to_ids([*MARKS, "<|video_pad|>"])
+    ids: Any = tokenizer.convert_tokens_to_ids([*MARKS, "<|video_pad|>"])
+    start, place, end, video = ids
     config = AutoConfig.for_model(
         "qwen3_vl",
         text_config={"vocab_size": len(tokenizer), **TEXT, **text_changes},

@@ -113,6 +113,15 @@ def test_texts_depend_on_the_picture(target: TargetModel, prompts: ImagePrompts)
     assert len(found) > 1
 
 
+def test_a_placeholder_that_the_target_wrote_shows_no_image(target: TargetModel, prompts: ImagePrompts) -> None:
+    images = prompts.encode(*read_pictures(CONVERSATIONS[0], Sources()))
+    ids = images.inputs["input_ids"][0].tolist()
+    text = [*ids, 5, ids[images.end - 2], 6]
+    whole = images.over_text(text)
+    assert whole.inputs["input_ids"][0].tolist() == [*ids, 5, 0, 6]
+    assert target.passes.forward(torch.tensor([text]), images=whole).logits.isfinite().all()
+
+
 def test_generate_refuses_tensors_that_it_cannot_use(
     target: TargetModel, prompts: ImagePrompts, tmp_path: Path
 ) -> None:
