@@ -79,7 +79,6 @@ class UserTemplate:
     """A chat template as the frame of a user turn, which the target fills; raises ValueError if that is impossible."""
 
     def __init__(self, template: ChatTemplate, data: DataSection, pictures: KeptPictures | None = None) -> None:
-        """`pictures` is needed with data.self_pictures."""
         if not template.exists:
             needs = f"data.prompts: {SELF} given, which needs a chat template, and the target's tokenizer has none"
             raise ValueError(f"{needs}; choose the chat version of the model, or add its chat_template.jinja; {REMEDY}")
@@ -206,7 +205,7 @@ class CandidateWriter:
         return self.with_defaults(request)
 
     def _candidate(self, number: int, generation: Generation) -> Json:
-        opening, asked = self.template.opening(number), MaskedTokens([], [])
+        opening, kept = self.template.opening(number), MaskedTokens([], [])
         written = generation.tokens[:-1] if generation.finish == "end" else generation.tokens
         words = str(self.template.tokenizer.decode(written, clean_up_tokenization_spaces=False))
         words = words.removeprefix(opening.space)
@@ -222,9 +221,8 @@ class CandidateWriter:
         elif max(prompt.tokens) >= self.vocab_size:
             rejected = MARKS
         else:
-            asked = prompt
-        row = {"candidate": number, "turns": [words], "tokens": asked.tokens, "rejected": rejected}
-        return {**row, **with_images(asked)}
+            kept = prompt
+        return {"candidate": number, "turns": [words], "tokens": kept.tokens, "rejected": rejected, **with_images(kept)}
 
 
 def read_candidates(folder: Path) -> dict[int, Json]:

@@ -52,7 +52,7 @@ BUDGETS = {
     "common": 1_007,
     "data_pipelines": 1_252,
     "data_pipelines/features": 1_507,
-    "data_pipelines/prompts": 2_528,
+    "data_pipelines/prompts": 2_526,
     "data_pipelines/stages": 408,
     "heads": 2_441,
     "heads/formats": 1_387,
