@@ -1,18 +1,19 @@
-"""Measure what pictures in the training data are worth: EAGLE-3 heads trained with them, without, and on both.
+"""Measure what pictures in the training data are worth: EAGLE-3 with them, without, and on both; DSpark on both.
 
     python benchmarks/pictures.py target runs/pictures/target
     python benchmarks/pictures.py heads runs/pictures
 
 The target is a Qwen3-VL of 0.9 million weights that answers by its picture: up to three coloured shapes on a grid. Half
-of its samples have no picture: shapes told in words, counting, copying. The heads have the same size, steps and seeds,
-and as many samples; both kinds of prompts are held out. `permuted`: the target reads the prompt's picture and the head
-another prompt's hidden states at the places of the picture, so a head that does not use the picture loses nothing.
+of its samples have no picture: shapes told in words, counting, copying. The heads have the same steps, seeds and
+numbers of samples, and about the same size; both kinds of prompts are held out. `permuted`: the target reads the
+prompt's picture and the head another's states at its places, so a head that does not use the picture loses nothing.
 """
 
 import argparse
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,10 @@ TOWER: dict[str, Any] = {
 TOWER |= {"out_hidden_size": 96, "num_position_embeddings": 36, "deepstack_visual_indexes": [0]}
 TOWER_STEPS, STEPS, BATCH, POOL = 350, 500, 32, 8000
 SAMPLES, HELD_OUT, DEPTH, SEEDS = 600, 64, 4, (0, 1)
-HEAD_STEPS, KINDS = 250, ("images", "text", "both")
+HEAD_STEPS, SHARES = 250, {"images": 1.0, "text": 0.0, "both": 0.5}  # of the samples that have a picture
+EAGLE: dict[str, Any] = {"kind": "eagle3", "norms": True}
+BLOCK: dict[str, Any] = {"kind": "block", "num_layers": 1, "block_size": DEPTH, "markov_rank": 64}
+HEADS = [*((kind, EAGLE) for kind in SHARES), ("both", BLOCK)]
 Scene = dict[int, tuple[str, str]]  # cell -> colour and shape
 
 
@@ -308,13 +312,13 @@ def write_prompts(folder: Path, name: str, rows: list[Row]) -> None:
     write_jsonl(folder / f"{name}.jsonl", made)
 
 
-def recipe_of(folder: Path, kind: str, seed: int) -> Recipe:
+def recipe_of(folder: Path, kind: str, head: dict[str, Any], seed: int) -> Recipe:
+    name = f"{head['kind']}_{kind}_{seed}"
     values = {
-        "run_dir": f"{folder}/{kind}_{seed}",
+        "run_dir": f"{folder}/{name}",
         "seed": seed,
         "target": {"path": f"{folder}/target", "dtype": "float32", "device": "cpu"},
         "data": {
-            "folder": f"{folder}/data_{kind}_{seed}",
             "prompts": f"{folder}/{kind}.jsonl",
             "heldout_prompts": f"{folder}/heldout.jsonl",
             "num_prompts": SAMPLES,
@@ -325,7 +329,7 @@ def recipe_of(folder: Path, kind: str, seed: int) -> Recipe:
             "harvest_batch": 16,
             "dtype": "float32",
         },
-        "head": {"kind": "eagle3", "norms": True},
+        "head": head,
         "train": {
             "steps": HEAD_STEPS,
             "batch_size": 8,
@@ -339,7 +343,7 @@ def recipe_of(folder: Path, kind: str, seed: int) -> Recipe:
         },
         "decode": {"depth": DEPTH, "max_new_tokens": 48},
     }
-    path = folder / f"{kind}_{seed}.yaml"
+    path = folder / f"{name}.yaml"
     write_text(path, yaml.safe_dump(values))
     return load_recipe(path, [])
 
@@ -397,21 +401,19 @@ def compare_heads(folder: Path) -> None:
     held_out = draw_rows(1000, 2 * HELD_OUT)
     write_prompts(folder, "heldout", held_out)
     told = {row.turns[0][0] for row in held_out if row.scene is None}
-    for kind, share in zip(KINDS, (1.0, 0.0, 0.5), strict=True):
+    for kind, share in SHARES.items():
         rows = [
             row for row in draw_rows(2000, 2 * SAMPLES, share) if row.scene is not None or row.turns[0][0] not in told
         ]
         write_prompts(folder, kind, rows)
-    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
-    for seed in SEEDS:
-        for kind in KINDS:
-            train(recipe := recipe_of(folder, kind, seed))
-            found[kind].append(measure(recipe))
-            print(f"{kind}, seed {seed}: {found[kind][-1]}", flush=True)
-    names = [*found[KINDS[0]][0]]
-    print(f"| trained on | {' | '.join(names)} |\n| --- |{' ---: |' * len(names)}")
-    for kind, each in found.items():
-        print(f"| {kind} | {' | '.join(' and '.join(f'{seed[name]:.2f}' for seed in each) for name in names)} |")
+    found: dict[str, list[dict[str, float]]] = {}
+    for seed, (kind, head) in product(SEEDS, HEADS):
+        train(recipe := recipe_of(folder, kind, head, seed), script=recipe.head.script)
+        found.setdefault(f"{head['kind']}, {kind}", []).append(measured := measure(recipe))
+        print(f"{head['kind']}, {kind}, seed {seed}: {measured}", flush=True)
+    print(f"| head, trained on | {' | '.join(measured)} |\n| --- |{' ---: |' * len(measured)}")
+    for name, each in found.items():
+        print(f"| {name} | {' | '.join(' and '.join(f'{seed[kind]:.2f}' for seed in each) for kind in measured)} |")
 
 
 def main() -> None:

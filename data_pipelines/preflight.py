@@ -18,6 +18,7 @@ from headstart.data_pipelines.prompts.selection import optional_rensa
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.kinds.checkpoint import load_taps
 from headstart.heads.target_config import SAFE_FILES, TargetConfig, folder_of
+from headstart.inference.images.kept import KeptPictures
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import pick_device
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
@@ -90,7 +91,8 @@ def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
     sources = {} if data.holds_out_own_prompts else {"data.heldout_prompts": str(data.heldout_prompts)}
     if data.prompts == SELF:
         optional_rensa()
-        UserTemplate(ChatTemplate(tokenizer, recipe.target.chat_template_kwargs), data)
+        template = ChatTemplate(tokenizer, recipe.target.chat_template_kwargs)
+        UserTemplate(template, data, KeptPictures(recipe, template))
     elif not data.prompts.startswith(HUB_PREFIX):
         sources["data.prompts"] = data.prompts
     for field, source in sources.items():

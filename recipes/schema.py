@@ -122,6 +122,11 @@ class DataSection(Section):
         description=f"System prompts that steer the topics of data.prompts {SELF}, used in turn; null among them is "
         "none. The finished prompts do not hold them: they are rendered as a server renders a user without one.",
     )
+    self_pictures: HomePath | None = Field(
+        default=None,
+        description=f"Folder of pictures, about which the target of data.prompts {SELF} writes every second prompt; "
+        "null: it writes texts alone.",
+    )
     response_tokens: int = Field(default=1024, gt=0, description="Longest response, in tokens.")
     temperatures: Temperatures = Field(
         default=(0.0, 0.7, 1.0), description="Sampling temperatures, used in turn for the responses; 0 is greedy."
@@ -170,8 +175,11 @@ class DataSection(Section):
             raise ValueError(f"responses given needs conversations in prompts; {SELF} has none, so name a file")
         if self.holds_out_own_prompts and self.prompts != SELF:
             raise ValueError(f"heldout_prompts {SELF} needs prompts {SELF}; choose that, or name a file of prompts")
-        if self.self_system_prompts is not None and self.prompts != SELF:
-            raise ValueError(f"self_system_prompts is for prompts {SELF}; remove it, or choose prompts {SELF}")
+        for name in ("self_system_prompts", "self_pictures"):
+            if getattr(self, name) is not None and self.prompts != SELF:
+                raise ValueError(f"{name} is for prompts {SELF}; remove it, or choose prompts {SELF}")
+        if self.self_pictures is not None and (self.server is not None or self.states is not None):
+            raise ValueError("self_pictures needs this process to answer; remove it, or remove server and states")
         writers = ["states"] * (self.states is not None and self.responses == "target")
         writers += ["server"] * (self.server is not None and self.states is None)
         writers += ["draft_head"] * (self.draft_head is not None)

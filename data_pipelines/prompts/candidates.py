@@ -1,16 +1,18 @@
 """Candidates for prompts, written by the target itself (data.prompts self): Magpie, arXiv 2406.08464.
 
-The target reads its chat template up to the user's words, and writes until it ends them. Candidate i has its own random
-numbers, so it does not depend on batch, rank or resume. This file rejects candidates that are unusable by themselves;
-selection.py compares candidates with each other.
+The target reads its chat template up to the user's words, and writes until it ends them. With data.self_pictures every
+second user turn begins with a picture. Candidate i has its own random numbers, so it does not depend on batch, rank or
+resume. This file rejects candidates that are unusable by themselves; selection.py compares candidates with each other.
 
 prompts/candidates.jsonl holds every candidate. Until all are written, each rank appends to a file of its own, so a
 killed run continues after the last candidate, on any number of ranks.
 """
 
 import math
+import random
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count, islice
@@ -22,16 +24,24 @@ from accelerate.utils import broadcast_object_list
 from headstart.common.errors import wrong_value
 from headstart.common.files import append_jsonl, read_growing_jsonl, remove, resume_jsonl, write_jsonl
 from headstart.common.progress import Progress
-from headstart.data_pipelines.prompts.chat_masks import ChatMasks
+from headstart.data_pipelines.prompts.chat_masks import ChatMasks, MaskedTokens, with_images
 from headstart.data_pipelines.prompts.conversations import Conversation
 from headstart.data_pipelines.prompts.rows import BadRow
-from headstart.data_pipelines.prompts.selection import RECENT_CANDIDATES, RECENT_USABLE_MIN, Selection
+from headstart.data_pipelines.prompts.selection import (
+    PICTURE,
+    RECENT_CANDIDATES,
+    RECENT_USABLE_MIN,
+    Selection,
+    shows_picture,
+)
 from headstart.data_pipelines.stages.shard_work import texts_together
 from headstart.data_pipelines.stages.stage import Json, Stage
-from headstart.inference.core.request import Generation, Request
+from headstart.inference.core.request import Generation, Images, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.generate.defaults import TargetDefaults
+from headstart.inference.images.kept import ROUNDS_IN_MEMORY, KeptPictures
+from headstart.inference.images.pictures import SUFFIXES
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import FastTokenizer
@@ -62,44 +72,54 @@ class Opening:
     tokens: list[int]  # before the words
     end: int  # the first token after them
     space: str  # that the template writes before the words, if their first token includes it
+    text: str  # the tokens as text, with one mark in place of a picture
 
 
 class UserTemplate:
     """A chat template as the frame of a user turn, which the target fills; raises ValueError if that is impossible."""
 
-    def __init__(self, template: ChatTemplate, data: DataSection) -> None:
+    def __init__(self, template: ChatTemplate, data: DataSection, pictures: KeptPictures | None = None) -> None:
         if not template.exists:
             needs = f"data.prompts: {SELF} given, which needs a chat template, and the target's tokenizer has none"
             raise ValueError(f"{needs}; choose the chat version of the model, or add its chat_template.jinja; {REMEDY}")
         if not isinstance(template.tokenizer, FastTokenizer):
             slow = "the target's tokenizer is written in Python, which does not give the offsets of tokens in a text"
             raise ValueError(f"data.prompts: {SELF} given, but {slow}; {REMEDY}")
-        self.template, self.tokenizer, self.chat = template, template.tokenizer, ChatMasks(template)
-        self.opening = cache(self._opening)  # by system prompt
-        for system in data.self_system_prompts or (None,):
-            used = len(self.opening(system).tokens)
+        self.template, self.tokenizer, self.data = template, template.tokenizer, data
+        self.pictures, self.chat = pictures, ChatMasks(template, pictures)
+        self.paths = [] if data.self_pictures is None else pictures_in(data.self_pictures)
+        self.around_words = cache(self._around_words)  # by system prompt and kind
+        for number in range(2 * len(data.self_system_prompts or (None,))):
+            used = len(self.opening(number).tokens)
             if used >= data.prompt_tokens:
                 remedy = f"raise it, as {used} tokens stand before the user's words"
                 raise wrong_value("data.prompt_tokens", data.prompt_tokens, f"{used + 1} or more are", remedy)
 
-    def _opening(self, system: str | None) -> Opening:
+    def opening(self, number: int) -> Opening:
+        """What stands before the words of a candidate: the system prompts are used in turn."""
+        systems, is_seen = self.data.self_system_prompts or (None,), shows_picture(self.data, number)
+        system = systems[number // (2 if self.paths else 1) % len(systems)]
         try:
-            return self._around_words(system)
-        except BadRow as error:
+            return self.around_words(system, is_seen)
+        except ValueError as error:
             reason = error
         field, value, remedy = "data.self_system_prompts", repr(system), "remove it"
         if system is None:
             field, value, remedy = "data.prompts", SELF, f"choose a target with another template; {REMEDY}"
+        if is_seen:
+            field, value, remedy = "data.self_pictures", str(self.data.self_pictures), "leave the field out"
         raise ValueError(f"{field}: {value} given, which the chat template rules out: {reason}; {remedy}")
 
-    def _around_words(self, system: str | None) -> Opening:
+    def _around_words(self, system: str | None, is_seen: bool) -> Opening:
         """The tokens around the user's words; raises BadRow if the template shows the words changed or not at all."""
         hidden = "it does not show the user's words unchanged and once, between tokens of its own"
         steering = [] if system is None else [{"role": "system", "content": system}]
-        text = self.chat.render(Conversation([*steering, {"role": "user", "content": STAND_IN}]), ask=True)
+        text = self.chat.render(Conversation([*steering, user_turn(STAND_IN, is_seen)]), ask=True)
         before, _, after = text.partition(STAND_IN)
         if not after or STAND_IN in after:
             raise BadRow("chat template", hidden)
+        if is_seen and self.pictures is not None and before.count(self.pictures.prompts.place) != 1:
+            raise BadRow("chat template", "it does not show the picture once, before the user's words")
         start, end = len(before), len(before) + len(STAND_IN)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         tokens, places = list(encoded["input_ids"]), list(encoded["offset_mapping"])
@@ -108,11 +128,42 @@ class UserTemplate:
         space = text[places[first - 1][1] : start] if first else ""
         if first == 0 or last == len(tokens) or places[last - 1][1] > end or space.strip():
             raise BadRow("chat template", hidden)
-        return Opening(tokens[:first], tokens[last], space)
+        return Opening(tokens[:first], tokens[last], space, before[: start - len(space)])
 
-    def prompt(self, words: str) -> list[int]:
-        """The tokens after which the target answers a user with these words."""
-        return self.chat.prompt(Conversation([{"role": "user", "content": words}]))
+    def keep(self, number: int) -> Path | None:
+        """Keep the picture that a candidate shows; raises ValueError if it cannot be read."""
+        if self.pictures is None or not shows_picture(self.data, number):
+            return None
+        path = self.paths[number // 2 % len(self.paths)]
+        return self.pictures.folder / self.pictures.keep(f"data.self_pictures: {path.name}", str(path), path.parent)
+
+    def images(self, number: int) -> Images | None:
+        """What the target reads of a candidate's picture before the words; raises BadRow if it cannot be read."""
+        try:
+            if (kept := self.keep(number)) is None or self.pictures is None:
+                return None
+            return self.pictures.read({"text": self.opening(number).text, "pictures": [kept.name]})
+        except ValueError as error:
+            raise BadRow(PICTURE, str(error)) from error
+
+    def prompt(self, words: str, number: int = 0) -> MaskedTokens:
+        """The prompt of a user who says these words, about the picture of a candidate if that shows one."""
+        pictures = tuple(path for path in [self.keep(number)] if path is not None)
+        return self.chat.asked(Conversation([user_turn(words, bool(pictures))], pictures=pictures))
+
+
+def user_turn(words: str, is_seen: bool) -> Json:
+    return {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": words}] if is_seen else words}
+
+
+def pictures_in(folder: Path) -> list[Path]:
+    """The pictures of a folder and of those in it, shuffled, as their names may sort them by what they show."""
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    if not paths:
+        allowed = f"a folder with pictures ({', '.join(SUFFIXES)}) is"
+        raise wrong_value("data.self_pictures", folder, allowed, "put some there, or leave the field out")
+    random.Random(0).shuffle(paths)
+    return paths
 
 
 @dataclass(frozen=True)
@@ -127,41 +178,51 @@ class CandidateWriter:
     with_defaults: Callable[[Request], Request] = lambda request: request  # adds the target's default sampling
 
     def candidates(self, numbers: Iterable[int]) -> list[Json]:
-        """The candidates of these numbers, finished or rejected; the system prompts are used in turn."""
-        systems = self.recipe.data.self_system_prompts or (None,)
-        work = [(number, self.template.opening(systems[number % len(systems)])) for number in numbers]
-        written = self.write([self._request(number, opening) for number, opening in work])
-        return [self._candidate(*each, generation) for each, generation in zip(work, written, strict=True)]
+        """The candidates of these numbers, finished or rejected."""
+        rejected, requests = list[Json](), dict[int, Request]()
+        for number in numbers:
+            try:
+                requests[number] = self._request(number)
+            except BadRow as error:
+                rejected.append({"candidate": number, "turns": [str(error)], "tokens": [], "rejected": error.kind})
+        written = self.write([*requests.values()])
+        return rejected + [self._candidate(*each) for each in zip(requests, written, strict=True)]
 
-    def _request(self, number: int, opening: Opening) -> Request:
-        data = self.recipe.data
+    def _request(self, number: int) -> Request:
+        """Raises BadRow for a picture that cannot be read, or is too large."""
+        data, opening, images = self.recipe.data, self.template.opening(number), self.template.images(number)
         seed = zlib.crc32(f"{self.recipe.seed} {number} 0 user".encode())
+        tokens = opening.tokens if images is None else images.prompt(self.vocab_size)
+        if len(tokens) >= data.prompt_tokens:
+            raise BadRow(TOO_LONG, f"{len(tokens)} tokens before the user's words")
         request = Request(
-            opening.tokens,
-            min(data.self_prompt_tokens, data.prompt_tokens - len(opening.tokens)),
+            tokens,
+            min(data.self_prompt_tokens, data.prompt_tokens - len(tokens)),
             Sampling(data.self_temperature, seed=seed),
             end_tokens=(opening.end, *self.end_tokens),
+            images=images,
         )
         return self.with_defaults(request)
 
-    def _candidate(self, number: int, opening: Opening, generation: Generation) -> Json:
+    def _candidate(self, number: int, generation: Generation) -> Json:
+        opening, kept = self.template.opening(number), MaskedTokens([], [])
         written = generation.tokens[:-1] if generation.finish == "end" else generation.tokens
         words = str(self.template.tokenizer.decode(written, clean_up_tokenization_spaces=False))
         words = words.removeprefix(opening.space)
-        rejected, tokens = None, list[int]()
+        rejected = None
         if generation.finish != "end":
             rejected = CUT
         elif self.template.template.special.search(words):
             rejected = MARKS
         elif sum(map(str.isalpha, words)) < LETTERS_MIN:
             rejected = TOO_SHORT
-        elif len(prompt := self.template.prompt(words)) > self.recipe.data.prompt_tokens:
+        elif len((prompt := self.template.prompt(words, number)).tokens) > self.recipe.data.prompt_tokens:
             rejected = TOO_LONG
-        elif max(prompt) >= self.vocab_size:
+        elif max(prompt.tokens) >= self.vocab_size:
             rejected = MARKS
         else:
-            tokens = prompt
-        return {"candidate": number, "turns": [words], "tokens": tokens, "rejected": rejected}
+            kept = prompt
+        return {"candidate": number, "turns": [words], "tokens": kept.tokens, "rejected": rejected, **with_images(kept)}
 
 
 def read_candidates(folder: Path) -> dict[int, Json]:
@@ -193,6 +254,9 @@ def write_candidates(
         [(numbers, label)] = broadcast_object_list([None if selection is None else next_candidates(recipe, selection)])
         if not numbers:
             break
+        if state.is_main_process:
+            keep_pictures(template, numbers)
+        state.wait_for_everyone()
         target = load()
         max_batch = texts_together(recipe, target, recipe.data.prompt_tokens)
         work = partial(write_share, recipe, template, target, target.ranks.share(numbers), journal, label)
@@ -201,6 +265,15 @@ def write_candidates(
     if state.is_main_process:
         merge(folder)
     state.wait_for_everyone()
+
+
+def keep_pictures(template: UserTemplate, numbers: Sequence[int]) -> None:
+    """Keep the pictures of these candidates, before several ranks look for the same one."""
+    with Progress("pictures", len(numbers), "candidates", active=bool(template.paths)) as progress:
+        for number in numbers:
+            with suppress(ValueError):  # the candidate will say why
+                template.keep(number)
+            progress.advance(1)
 
 
 def write_share(
@@ -213,7 +286,8 @@ def write_share(
     write: Write,
 ) -> None:
     """Append this rank's candidates to its journal."""
-    with_defaults, size = TargetDefaults.of(target).applied, BATCHES_TOGETHER * recipe.data.generate_batch
+    with_defaults = TargetDefaults.of(target).applied
+    size = (ROUNDS_IN_MEMORY if template.paths else BATCHES_TOGETHER) * recipe.data.generate_batch
     writer = CandidateWriter(recipe, template, write, target.end_tokens, target.config.vocab_size, with_defaults)
     with Progress(label, len(numbers), "candidates", active=PartialState().is_main_process) as progress:
         for start in range(0, len(numbers), size):
@@ -230,7 +304,8 @@ def next_candidates(recipe: Recipe, selection: Selection) -> tuple[list[int], st
         return [], ""
     share = USABLE_SHARE_AT_START
     if selection.next:
-        share = max(sum(selection.recent) / len(selection.recent), 1 / RECENT_CANDIDATES)
+        recent = [*selection.recent[False], *selection.recent[True]]
+        share = max(sum(recent) / len(recent), 1 / RECENT_CANDIDATES)
     size = max(math.ceil(selection.missing / share * SPARE_FACTOR), recipe.data.generate_batch)
     if not selection.next or share < 2 * RECENT_USABLE_MIN / RECENT_CANDIDATES:  # it may give up after these
         size = min(size, RECENT_CANDIDATES)

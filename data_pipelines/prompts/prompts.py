@@ -20,7 +20,7 @@ from headstart.data_pipelines.prompts.chat_masks import ChatMasks, samples_of
 from headstart.data_pipelines.prompts.conversations import Conversation, parse_row, unread_keys
 from headstart.data_pipelines.prompts.row_report import CANDIDATE, RowReport
 from headstart.data_pipelines.prompts.rows import BadRow, read_rows, source_digest
-from headstart.data_pipelines.prompts.selection import Selection, opening_texts
+from headstart.data_pipelines.prompts.selection import Key, Selection, key_of, opening_texts
 from headstart.data_pipelines.stages.shard_work import refuse_parts_at_work, start_processes
 from headstart.data_pipelines.stages.stage import (
     CONTENT,
@@ -43,8 +43,6 @@ from headstart.recipes.schema import SELF, DataSection
 ROW_REPORT = "rows.json"  # the unusable rows and why
 UNSEEN_TOOLS = "tools that the chat template does not write"
 GROWING_INPUTS = {"data.prompts", "data.num_prompts"}  # may change if the existing prompts remain the first
-# The tokens, and digests of pictures, by which a training sample and a held-out one are recognised as the same.
-Key = tuple[int | str, ...]
 
 
 def prompts_stage(recipe: Recipe) -> Stage:
@@ -68,6 +66,8 @@ def prompts_stage(recipe: Recipe) -> Stage:
             "target.dtype": recipe.target.dtype,
             **{f"data.{name}": value for name, value in data.model_dump().items() if name.startswith("self_")},
         }
+        if data.self_pictures is not None:
+            inputs["data.self_pictures"] = source_digest(str(data.self_pictures))
         if data.holds_out_own_prompts:
             inputs["data.heldout_samples"] = data.heldout_samples
     if data.responses == "given":  # this stage then holds the responses too
@@ -235,16 +235,8 @@ def write_self_prompts(recipe: Recipe, load: Callable[[], TargetModel]) -> None:
     if others and read_candidates(stage.folder):
         stage.refuse()
     template = load_chat_template(recipe)
-    write_candidates(
-        recipe, stage, UserTemplate(template, recipe.data), partial(start_selection, recipe, template), load
-    )
-
-
-def key_of(row: Json) -> Key:
-    """The prompt's tokens and pictures, by which a row is known, or the full text if it has no prompt."""
-    prompt: list[int] = row["tokens"]
-    text: list[int] = row.get("text", prompt)
-    return (*(prompt if len(prompt) > 1 else text), *row.get("images", {}).get("pictures", ()))
+    user = UserTemplate(template, recipe.data, KeptPictures(recipe, template))
+    write_candidates(recipe, stage, user, partial(start_selection, recipe, template), load)
 
 
 def read_prompts(

@@ -8,6 +8,7 @@ from pathlib import Path
 from headstart.common.files import append_jsonl, read_jsonl, remove, resume_jsonl, write_jsonl
 from headstart.data_pipelines.prompts.completion_client import CompletionClient, completion
 from headstart.data_pipelines.prompts.prompts import num_tokens
+from headstart.data_pipelines.prompts.selection import images_of
 from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts, texts_together
 from headstart.data_pipelines.stages.stage import WEIGHTS, Json, Stage, digest_of, file_digest, generation_identity
 from headstart.heads.kinds.checkpoint import load_head_for, load_taps
@@ -19,7 +20,7 @@ from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.engine.loop import generate_each
 from headstart.inference.generate.defaults import TargetDefaults
-from headstart.inference.images.kept import KeptPictures
+from headstart.inference.images.kept import ROUNDS_IN_MEMORY, KeptPictures
 from headstart.inference.targets.model import TargetModel, ends_of_answers
 from headstart.inference.targets.ranks import Ranks
 from headstart.recipes import Recipe
@@ -27,7 +28,6 @@ from headstart.recipes import Recipe
 # Rows of prompts and the sampling of each -> (number of the prompt, tokens written after it), as each text ends.
 Writer = Callable[[list[Json], list[Sampling]], Iterator[tuple[int, list[int]]]]
 Ending = Callable[[], bool]  # once true, finish running texts and start no new ones
-SEEN_ROUNDS = 2  # batches of prompts with images that are in memory at once
 
 
 def never() -> bool:
@@ -102,10 +102,6 @@ def write_given(recipe: Recipe, shard: ShardPrompts) -> None:
     """Write the given conversations of a shard, which the prompts stage has tokenized, as responses."""
     rows = [{"id": row["id"], "tokens": row["text"], "spans": row["spans"], **images_of(row)} for row in shard.rows]
     write_jsonl(responses_path(recipe, shard), rows)
-
-
-def images_of(row: Json) -> Json:
-    return {"images": row["images"]} if "images" in row else {}
 
 
 def write_responses(recipe: Recipe, writer: Writer, shards: Sequence[ShardPrompts], meter: ShardProgress) -> None:
@@ -232,7 +228,7 @@ def target_writer(
 
     def write(prompts: list[Json], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
         pairs = list(zip(prompts, samplings, strict=True))
-        together = SEEN_ROUNDS * max_batch if any("images" in row for row in prompts) else len(pairs)
+        together = ROUNDS_IN_MEMORY * max_batch if any("images" in row for row in prompts) else len(pairs)
         for first in range(0, len(pairs), together):
             some = pairs[first : first + together]
             requests = [defaults.applied(pictures.request(row, most, sampling)) for row, sampling in some]

@@ -6,7 +6,7 @@ Near-duplicates share most of their sequences of five letters. MinHash finds the
 
 import re
 import textwrap
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -17,7 +17,7 @@ from headstart.data_pipelines.prompts.conversations import (
     parse_row,
     texts_of,
 )
-from headstart.data_pipelines.prompts.row_report import CANDIDATE, RowReport
+from headstart.data_pipelines.prompts.row_report import CANDIDATE, NAMED_ROWS_MAX, UNUSABLE_SHARE_MAX, RowReport
 from headstart.data_pipelines.prompts.rows import BadRow, read_rows
 from headstart.data_pipelines.stages.stage import Json
 from headstart.inference.targets.chat_template import ChatTemplate
@@ -29,7 +29,31 @@ PERMUTATIONS, BANDS = 128, 32  # MinHash: misses a pair with a similarity of 0.7
 MINHASH_SEED = 42
 REPEATS = "repeats another"
 HELD_OUT = "held out too"
-RECENT_CANDIDATES, RECENT_USABLE_MIN = 500, 5  # the selection gives up if fewer of its last candidates are usable
+PICTURE = "picture"  # it cannot be read
+RECENT_CANDIDATES, RECENT_USABLE_MIN = 500, 5  # the selection gives up if fewer of a kind's last ones are usable
+# The tokens, and digests of pictures, by which a training sample and a held-out one are recognised as the same.
+Key = tuple[int | str, ...]
+
+
+def key_of(row: Json) -> Key:
+    """The prompt's tokens and pictures, by which a row is known, or the full text if it has no prompt."""
+    prompt: list[int] = row["tokens"]
+    text: list[int] = row.get("text", prompt)
+    return (*(prompt if len(prompt) > 1 else text), *pictures_of(row))
+
+
+def pictures_of(row: Json) -> tuple[str, ...]:
+    """The digests of the pictures that a prompt shows."""
+    return tuple(row.get("images", {}).get("pictures", ()))
+
+
+def images_of(row: Json) -> Json:
+    return {"images": row["images"]} if "images" in row else {}
+
+
+def shows_picture(data: DataSection, number: int) -> bool:
+    """Whether a candidate asks about a picture."""
+    return data.self_pictures is not None and number % 2 == 1
 
 
 class SeenTexts:
@@ -89,9 +113,11 @@ class Selection:
         ]
         self.next = 0  # number of the next candidate
         self.accepted = 0
-        self.recent: deque[bool] = deque(maxlen=RECENT_CANDIDATES)  # whether each became a prompt
-        self.held_out_keys = {tuple(row["tokens"]) for row in rows}
-        self.held_out_texts, self.openings = SeenTexts(), SeenTexts()
+        # Whether each became a prompt, by whether it is about a picture.
+        self.recent = {kind: deque[bool](maxlen=RECENT_CANDIDATES) for kind in (False, True)}
+        self.held_out_keys = {key_of(row) for row in rows}
+        self.held_out_texts = SeenTexts()
+        self.openings = defaultdict[tuple[str, ...], SeenTexts](SeenTexts)  # by the pictures that they are about
         for text in texts:
             self.held_out_texts.add(text)
 
@@ -115,25 +141,32 @@ class Selection:
         is_heldout = len(self.heldout) < self.num_heldout
         rows, report = (self.heldout, self.reports[1]) if is_heldout else (self.train, self.reports[0])
         report.rows += 1
-        opening, reason = candidate["turns"][0], candidate["rejected"]
+        opening, reason, shown = candidate["turns"][0], candidate["rejected"], pictures_of(candidate)
         if reason is None:
-            if tuple(candidate["tokens"]) in self.held_out_keys or self.held_out_texts.has_similar(opening):
+            if key_of(candidate) in self.held_out_keys or (not shown and self.held_out_texts.has_similar(opening)):
                 reason = HELD_OUT
-            elif self.openings.has_similar(opening):
+            elif self.openings[shown].has_similar(opening):
                 reason = REPEATS
         if reason is None:
-            self.openings.add(opening)
-            rows.append({"id": len(rows), "tokens": candidate["tokens"], "cut": False})
+            self.openings[shown].add(opening)
+            rows.append({"id": len(rows), "tokens": candidate["tokens"], "cut": False, **images_of(candidate)})
             report.samples += 1
             self.accepted += 1
         elif reason == HELD_OUT:
             report.held_out.append(candidate["candidate"])
         else:
-            words = textwrap.shorten(opening, 80, placeholder="...")
+            words = opening if reason == PICTURE else textwrap.shorten(opening, 80, placeholder="...")
             report.bad.append({"line": candidate["candidate"], "kind": reason, "why": words})
-        self.recent.append(reason is None)
-        if len(self.recent) == RECENT_CANDIDATES and sum(self.recent) < RECENT_USABLE_MIN:
-            raise ValueError(self._gives_up())
+        recent = self.recent[shows_picture(self.data, candidate["candidate"])]
+        recent.append(reason is None)
+        bad = [row for each in self.reports for row in each.bad] if reason == PICTURE else []
+        broken = [row["why"] for row in bad if row["kind"] == PICTURE]
+        if len(broken) > UNUSABLE_SHARE_MAX * max(self.next, RECENT_CANDIDATES):
+            problem = f"{len(broken)} of {self.next} candidates show pictures that cannot be read"
+            lines = [f"{problem}, up to {UNUSABLE_SHARE_MAX:.0%} are allowed:", *sorted({*broken})[:NAMED_ROWS_MAX]]
+            raise ValueError("\n  ".join(lines) + "\nrepair or remove them")
+        if len(recent) == RECENT_CANDIDATES and sum(recent) < RECENT_USABLE_MIN:
+            raise ValueError(self._gives_up(sum(recent)))
 
     def rejections(self) -> dict[str, int]:
         """The rejected candidates by reason."""
@@ -142,12 +175,12 @@ class Selection:
         held_out = sum(len(report.held_out) for report in reports)
         return dict(counts.most_common()) | ({HELD_OUT: held_out} if held_out else {})
 
-    def _gives_up(self) -> str:
+    def _gives_up(self, usable: int) -> str:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in self.rejections().items())
         reachable = max(self.accepted - self.num_heldout, 0)
         return (
             f"data.num_prompts: {self.data.num_prompts} {self.data.origin('num_prompts')}, but the target wrote only "
-            f"{self.accepted} usable prompts in {self.next:,} candidates, {sum(self.recent)} of them in the last "
+            f"{self.accepted} usable prompts in {self.next:,} candidates, {usable} of them in the last "
             f"{RECENT_CANDIDATES} ({reasons}); up to {reachable} can be reached: lower it, raise "
             "data.self_prompt_tokens if most have no end, add data.self_system_prompts for more topics if most repeat "
             "others, or name a file in data.prompts"

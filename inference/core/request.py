@@ -20,6 +20,7 @@ GREEDY = Sampling()
 TRACE_COPY_STEPS = 64  # steps whose hidden states are copied to host memory together
 # Arguments of a model's forward, [1, prompt] each.
 BY_TOKEN = ("input_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids")
+ALL_OF_IT = "give all that the target's processor returns, as in generate(**processor(...)), or leave them out"
 Detokenize = Callable[[list[int]], str]
 Alternatives = list[tuple[int, float]]  # tokens with their log-probabilities
 
@@ -129,6 +130,7 @@ class Images:
     # request's prompt, which has other tokens for placeholders outside the vocabulary.
     inputs: Mapping[str, Tensor]
     end: int  # tokens of the prompt up to the end of the last image
+    placeholders: tuple[int, ...] = ()  # token ids that stand for images
 
     @cached_property
     def digest(self) -> int:
@@ -148,7 +150,8 @@ class Images:
         """
         (ids,) = encoded["input_ids"].tolist()
         (end,) = [place for place, token in enumerate(ids, start=1) if token in placeholders][-1:] or [len(ids)]
-        return cls({name: each for name, each in encoded.items() if name != "attention_mask"}, min(end + 1, len(ids)))
+        inputs = {name: each for name, each in encoded.items() if name != "attention_mask"}
+        return cls(inputs, min(end + 1, len(ids)), placeholders)
 
     def prompt(self, vocab_size: int) -> list[int]:
         """The prompt's tokens for a request and for heads: 0 in place of a placeholder outside the vocabulary."""
@@ -156,10 +159,12 @@ class Images:
         return [token if token < vocab_size else 0 for token in ids]
 
     def over_text(self, text: list[int]) -> "Images":
-        """For one pass over the prompt and tokens after it, together the `text`."""
+        """For one pass over the prompt and tokens after it, together the `text`. Token 0 replaces placeholders that the
+        target wrote, which have no image."""
         inputs = dict(self.inputs)
         for name in {*BY_TOKEN} & {*inputs}:
-            rest = torch.tensor([text[inputs[name].shape[1] :]], dtype=torch.long).to(inputs[name])
+            after = [0 if token in self.placeholders else token for token in text[inputs[name].shape[1] :]]
+            rest = torch.tensor([after], dtype=torch.long).to(inputs[name])
             inputs[name] = torch.cat([inputs[name], rest if name == "input_ids" else torch.zeros_like(rest)], dim=1)
         return Images(inputs, len(text))
 

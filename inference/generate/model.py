@@ -235,7 +235,7 @@ class SpeculativeModel:
         """One request per row of the output; `of_images` are the arguments for the images in the only prompt."""
         ends, vocab_size = tuple(settings.eos_token_id or ()), self.target.config.vocab_size
         prompts = read_prompts(input_ids, attention_mask, settings.pad_token_id, ends, vocab_size)
-        images = read_images(prompts, of_images, self.target.model.config) if of_images else None
+        images = read_images(prompts, of_images, self.target.model.config)
         assert input_ids is not None
         width = input_ids.shape[1]
         seeds = read_seeds(settings.seed, len(prompts))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headstart.common.errors import wrong_value
-from headstart.inference.core.request import BY_TOKEN, Detokenize, Images, StopStrings
+from headstart.inference.core.request import ALL_OF_IT, BY_TOKEN, Detokenize, Images, StopStrings
 
 TOKENIZED = 'generate(**tokenizer(texts, return_tensors="pt", padding=True, padding_side="left"))'
 
@@ -85,14 +85,19 @@ def is_of_images(name: str) -> bool:
 def read_images(prompts: list[list[int]], given: Mapping[str, Any], config: Any) -> Images | None:
     """The images of a call's only prompt; `config` is transformers' of the target, which knows the placeholders.
 
-    Raises ValueError for more prompts, as the tensors do not say whose image is whose.
+    Raises ValueError for more prompts, as the tensors do not say whose image is whose, and for prompts whose images are
+    not given.
     """
+    known = {vars(config).get("image_token_id"), vars(config).get("image_token_index")} - {None}
     for name, value in given.items():
         if not isinstance(value, Tensor):
             raise wrong_value(
                 name, type(value).__name__, "a torch tensor is", 'give processor(..., return_tensors="pt")'
             )
     by_token = {name: value for name, value in given.items() if name in BY_TOKEN}
+    places = sum(token in known for prompt in prompts for token in prompt)
+    if places and not any(value.is_floating_point() for value in given.values()):
+        raise wrong_value("input_ids", f"{places} placeholders of images", "only with their pixels they are", ALL_OF_IT)
     if len(by_token) == len(given) and not any(value.any() for value in by_token.values()):
         return None  # a processor's output for text
     if len(prompts) > 1:
@@ -100,8 +105,7 @@ def read_images(prompts: list[list[int]], given: Mapping[str, Any], config: Any)
         raise wrong_value(name, f"with {len(prompts)} prompts", "1 prompt is", "call generate for each one")
     ids = torch.tensor(prompts)
     cut = {name: value[:, -ids.shape[1] :] for name, value in by_token.items()}  # without padding on the left
-    known = {vars(config).get("image_token_id"), vars(config).get("image_token_index")}
-    return Images.of({**given, **cut, "input_ids": ids}, tuple(known - {None}))
+    return Images.of({**given, **cut, "input_ids": ids}, tuple(known))
 
 
 def read_stop_strings(stops: Any, tokenizer: Any, vocab_size: int) -> StopStrings | None:

@@ -18,6 +18,7 @@ from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.recipes import Recipe
 
 Kept = Mapping[str, Any]  # of one prompt: `text`, in which each picture has one mark, and the digests of its `pictures`
+ROUNDS_IN_MEMORY = 2  # batches of prompts with images that are in memory at once
 
 
 class KeptPictures:

@@ -30,6 +30,7 @@ BYTES_MAX = 20 * 2**20  # of a picture's file
 PIXELS_MAX = 64_000_000  # of all pictures in a prompt: 192 MB once they are decoded
 FETCH_SECONDS = 10.0
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # few, because each format's reader is a way in
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")  # of their files
 ALLOWED = f"a picture as {', '.join(FORMATS)} is"
 DATA = "data:image/png;base64,"
 DATA_URL = f"{DATA}..."

@@ -105,10 +105,10 @@ class Benchmark:
         self, batch: int, max_new_tokens: int, sampling: Sampling, warmup: int, progress: Progress
     ) -> list[Outcome]:
         """The outcomes of every method that can decode batches of this size."""
-        methods = able_to_batch(self.methods, batch)
+        methods = able_to_batch(self.methods, batch, self.prompts)
         if left_out := [method.name for method in self.methods if method not in methods]:
             names = ", ".join(left_out)
-            progress.console.print(f"left out in batches of {batch}, where transformers does not draft: {names}")
+            progress.console.print(f"left out in batches of {batch}, which transformers does not decode so: {names}")
         note = f"temperature {sampling.temperature:g}, batches of {batch}"
         rounds = run_rounds(
             methods,
@@ -124,8 +124,7 @@ class Benchmark:
         forcing = None
         if self.target.difference_in_bits is not None:
             progress.advance(0, f"{note}, token forcing")
-            prompts = [prompt.tokens for prompt in self.prompts]
-            forcing = Forcing.measured(self.target, prompts, max_new_tokens, sampling)
+            forcing = Forcing.measured(self.target, self.prompts, max_new_tokens, sampling)
         return Comparison(methods, rounds, sampling, batch, forcing).outcomes()
 
 
@@ -151,7 +150,7 @@ def measure(recipe: Recipe, benchmark: Benchmark) -> list[list[Outcome]]:
     """The outcomes at each temperature and batch size; their table is printed as soon as it is ready."""
     section, groups = recipe.report, []
     turns = sum(1 + len(prompt.later) for prompt in benchmark.prompts)
-    num_methods = sum(len(able_to_batch(benchmark.methods, batch)) for batch in section.batches)
+    num_methods = sum(len(able_to_batch(benchmark.methods, each, benchmark.prompts)) for each in section.batches)
     with Progress("report", turns * num_methods * len(section.temperatures), "texts") as progress:
         for temperature, batch in product(section.temperatures, section.batches):
             sampling = Sampling(temperature, seed=recipe.seed)
@@ -165,13 +164,14 @@ def measure(recipe: Recipe, benchmark: Benchmark) -> list[list[Outcome]]:
 
 
 def report_prompts(recipe: Recipe, template: ChatTemplate) -> list[Prompt]:
-    """The prompts of the recipe's question file, each with its category, or else the run's held-out prompts."""
+    """The prompts of the recipe's question file, each with its category, or else the run's held-out prompts, by
+    whether they show pictures if some do."""
     section = recipe.report
     if section.prompts is None:
         requests = held_out_prompts(recipe)
-        prompts = [Prompt(each.prompt, "held-out") for each in requests if each.images is None]
-        if left_out := len(requests) - len(prompts):
-            print(f"{left_out} of {len(requests)} held-out prompts show images, which a report leaves out")
+        kinds = ["texts" if each.images is None else "pictures" for each in requests]
+        names = kinds if len({*kinds}) > 1 else ["held-out"] * len(kinds)
+        prompts = [Prompt(each.prompt, name, images=each.images) for each, name in zip(requests, names, strict=True)]
         if not prompts:
             allowed, remedy = "a file that yields a prompt is", "add prompts there, or name another with report.prompts"
             raise wrong_value("data.heldout_prompts", recipe.data.heldout_prompts, allowed, remedy)

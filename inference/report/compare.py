@@ -118,7 +118,7 @@ class Comparison:
         same = sum(text == own for text, own in zip(texts, plain, strict=True))
         if self.forcing is None:
             return same, None
-        prompts = [prompt.tokens for each in rounds for prompt in each.prompts]
+        prompts = [prompt for each in rounds for prompt in each.prompts]
         return same, Forced.sum_of(self.forcing.judge(*pair) for pair in zip(prompts, texts, strict=True))
 
     def in_category(self, category: str, index: int) -> CategoryFigures:

@@ -11,6 +11,7 @@ from typing import Any
 
 from headstart.common.errors import named_errors
 from headstart.common.files import read_jsonl
+from headstart.inference.core.request import Images
 from headstart.inference.targets.chat_template import ChatTemplate
 
 # Spec-Bench files the conversations of MT-Bench under eight topics of ten questions each; its tables have one group.
@@ -43,6 +44,7 @@ class Prompt:
     said: tuple[str, ...] = ()  # messages of user and target in turn, the user's first; empty for a text to continue
     later: tuple[str, ...] = ()  # the user's further turns
     left_out: int = 0  # tokens that were left out in the middle, so that the rest fits the target's positions
+    images: Images | None = None  # of the tokens
 
 
 @dataclass(frozen=True)

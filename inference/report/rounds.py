@@ -65,7 +65,7 @@ def run_rounds(
     """
 
     def run(method: Method, prompts: list[Prompt]) -> Run:
-        return run_batch(method, target, [prompt.tokens for prompt in prompts], max_new_tokens, sampling)
+        return run_batch(method, target, prompts, max_new_tokens, sampling)
 
     batches, rounds = [prompts[start : start + batch] for start in range(0, len(prompts), batch)], list[Round]()
     longest = sorted(batches, key=lambda each: max(len(prompt.tokens) for prompt in each), reverse=True)
@@ -94,9 +94,15 @@ def plain_place(methods: Sequence[Method]) -> int:
     return next(i for i, method in enumerate(methods) if method.drafter is None and not method.transformers)
 
 
-def able_to_batch(methods: list[Method], batch: int) -> list[Method]:
-    """The methods that can decode `batch` prompts together."""
-    return [method for method in methods if batch == 1 or not method.one_prompt_at_a_time]
+def able_to_batch(methods: list[Method], batch: int, prompts: Sequence[Prompt]) -> list[Method]:
+    """The methods that can decode `batch` of these prompts together."""
+    shows_images = any(prompt.images is not None for prompt in prompts)  # transformers asks whose they are
+    return [
+        method
+        for method in methods
+        if (batch == 1 or not (method.one_prompt_at_a_time or (shows_images and method.transformers)))
+        and not (shows_images and method.assistant is not None)
+    ]
 
 
 def texts_of(rounds: Sequence[Round], index: int) -> list[list[int]]:
@@ -114,12 +120,12 @@ def seconds_and_tokens(rounds: Sequence[Round], index: int) -> tuple[list[float]
 
 
 def run_batch(
-    method: Method, target: TargetModel, prompts: Sequence[list[int]], max_new_tokens: int, sampling: Sampling
+    method: Method, target: TargetModel, prompts: Sequence[Prompt], max_new_tokens: int, sampling: Sampling
 ) -> Run:
     """Decode the prompts as one batch."""
     if method.transformers:
         return run_transformers(method, target, prompts, max_new_tokens, sampling)
-    requests = [Request(prompt, max_new_tokens, sampling) for prompt in prompts]
+    requests = [Request(prompt.tokens, max_new_tokens, sampling, images=prompt.images) for prompt in prompts]
     loop = loop_of(target, requests, method.drafter, len(prompts), speculation=method.speculation)
     started = time.perf_counter()
     for _ in loop.run():
@@ -129,13 +135,14 @@ def run_batch(
 
 
 def run_transformers(
-    method: Method, target: TargetModel, prompts: Sequence[list[int]], max_new_tokens: int, sampling: Sampling
+    method: Method, target: TargetModel, prompts: Sequence[Prompt], max_new_tokens: int, sampling: Sampling
 ) -> Run:
     """Decode with `generate`, alone or assisted; every forward of the model after the first counts as a step."""
     calls: list[int] = []
     hook = target.unpacked.model.register_forward_pre_hook(lambda *_: calls.append(1))
     started = time.perf_counter()
-    texts = target.generate(list(prompts), max_new_tokens, sampling, method.lookup, method.assistant)
+    tokens = [prompt.tokens for prompt in prompts]
+    texts = target.generate(tokens, max_new_tokens, sampling, method.lookup, method.assistant, images=prompts[0].images)
     seconds = time.perf_counter() - started
     hook.remove()
     # As in our loop, the prefill yields the first token and is not a step. Assisted generation verifies draft tokens in

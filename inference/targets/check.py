@@ -148,9 +148,10 @@ def difference_with_images(passes: Passes, prompt: list[int], images: Images) ->
     tokens = torch.cat([torch.tensor([prompt], device=device), more], dim=1)
     try:
         with own_attention_of(passes.model):
-            wanted = passes.forward(tokens, images=images.over_text(tokens[0].tolist())).logits[0].float()
+            whole = images.over_text(tokens[0].tolist())
+            wanted = passes.forward(tokens, images=whole).logits[0].float()
         cache = passes.new_cache(tokens.shape[1] + TRIAL_TOKENS, batch=2)
-        row, rest = cache.row(1), tokens[:, images.end :]
+        row, rest = cache.row(1), whole.inputs.get("input_ids", tokens)[:, images.end :].to(device)
         computed = [passes.read_images(tokens[:, : images.end], images, row, None).logits[0]]
         if cache.recurrent is None:
             row.set_lengths([images.end])

@@ -19,7 +19,7 @@ from headstart.common.errors import wrong_value
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.heads.target_ends import TargetEnds
-from headstart.inference.core.request import Images, cut_at_end
+from headstart.inference.core.request import ALL_OF_IT, Images, cut_at_end
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.kernels import FastForm, fast_form, own_layers_of
 from headstart.inference.targets.architecture import (
@@ -194,7 +194,7 @@ class TargetModel:
             passes.decodes_after_images = why is None
         if why:
             allowed = "text, or a target that decodes after images as its own forward computes, is"
-            raise wrong_value("images", f"with a {self.config.model_type!r} target, {why}", allowed, "leave them out")
+            raise wrong_value("images", f"with a {self.config.model_type!r} target, {why}", allowed, ALL_OF_IT)
 
     @property
     def may_capture(self) -> bool:
@@ -242,15 +242,16 @@ class TargetModel:
         prompt_lookup: int | None = None,
         assistant: "tuple[TargetModel, int] | None" = None,
         streamer: Any = None,
+        images: Images | None = None,
     ) -> list[list[int]]:
         """Continue each prompt with transformers' own `generate`: the baseline. Returns the new tokens without padding.
 
         Prompts are padded on the left. One random stream, started from the seed, serves the whole batch.
         `prompt_lookup` is the number of tokens to draft from the prompt, `assistant` a draft model and its number of
-        tokens. Both, and a streamer, need a single prompt.
+        tokens. Both, a streamer and `images` need a single prompt.
         """
         if self.unpacked is not self:
-            return self.unpacked.generate(prompts, max_new_tokens, sampling, prompt_lookup, assistant, streamer)
+            return self.unpacked.generate(prompts, max_new_tokens, sampling, prompt_lookup, assistant, streamer, images)
         longest = max(map(len, prompts))
         pad = self.end_tokens[0] if self.end_tokens else 0
         tokens = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device)
@@ -264,6 +265,9 @@ class TargetModel:
             **generation_fields(sampling),
         )
         extra: dict[str, Any] = {} if streamer is None else {"streamer": streamer}
+        if images is not None:
+            extra |= images.over_text(prompts[0]).arguments(self.device, self.dtype)
+            tokens = extra.pop("input_ids", tokens)
         # transformers' `generate` falls back to a model's own settings: a checkpoint's top_p must not apply here.
         fallbacks = [(self.model, GenerationConfig())]
         if assistant is not None:
@@ -281,6 +285,7 @@ class TargetModel:
             torch.manual_seed(sampling.seed)
             written = self.model.generate(tokens, attention_mask=mask, generation_config=config, **extra)
         self.passes.hidden.clear()
+        self.passes.take_offset()  # it is not of the texts that follow
         return [cut_at_end(row[longest:], self.end_tokens) for row in written.tolist()]
 
     def _refuse_unknown_taps(self) -> None:

@@ -13,12 +13,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from headstart.common.errors import wrong_value
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.target_ends import final_norm
 from headstart.inference.core.cache import KVCache, Slots
 from headstart.inference.core.cache_memory import Shape
 from headstart.inference.core.recurrent import WINDOW, LayerStates, OwnCaches, after_windows
-from headstart.inference.core.request import Images
+from headstart.inference.core.request import ALL_OF_IT, Images
 from headstart.inference.core.side_by_side import CannotLieSideBySide, PackedCache, PackedMask, Part, unpacked
 from headstart.inference.core.tree import PendingTokens, Places, Tree, block_mask, causal_block, padded_rows, take
 from headstart.inference.core.verify import count_drafted
@@ -165,7 +166,7 @@ class Passes:
             output = self.model(**arguments)
         finally:
             if images is not None:
-                self.offset = self._take_offset()
+                self.offset = self.take_offset()
         taps, last_hidden = self._take_hidden(tokens)
         tapped = torch.cat(taps, dim=-1) if taps else last_hidden[..., :0]
         logits = output.logits.to(self.device)
@@ -292,16 +293,22 @@ class Passes:
         self, tokens: Int[Tensor, "1 end"], images: Images, row: KVCache, logits_at: list[int] | None
     ) -> TargetOutput:
         """Prefill an empty row with the beginning of a prompt, up to the end of its last image, by the model's own
-        positions and masks."""
+        positions and masks. Raises ValueError if these refuse the images."""
         row.set_lengths([0])
-        if row.recurrent is not None:
-            output = self.prefill(tokens, row, 0, logits_at, images)
-        else:
-            output = self.forward(tokens, cache=row, logits_at=logits_at, images=images)
+        try:
+            if row.recurrent is not None:
+                output = self.prefill(tokens, row, 0, logits_at, images)
+            else:
+                output = self.forward(tokens, cache=row, logits_at=logits_at, images=images)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a model may raise anything for tensors that do not belong together
+            given = f"tensors that the model refuses ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+            raise wrong_value("images", given, "all that the target's processor returns is", ALL_OF_IT) from error
         row.target.set_offset(0, self.offset)
         return output
 
-    def _take_offset(self) -> int:
+    def take_offset(self) -> int:
         """What the model keeps of a pass with images, and a text that follows would take for its own."""
         kept = [module.rope_deltas for module in self.keep_offsets if module.rope_deltas is not None]
         for module in self.keep_offsets:

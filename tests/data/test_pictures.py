@@ -3,6 +3,7 @@
 import base64
 import json
 import shutil
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 from datasets import Dataset, Features, Image, Value
 from seeing_target import COLOURS, build_seeing_run, file_bytes, picture
-from tiny_run import tiny_recipe
+from test_data import kill_while_writing_features, kill_while_writing_responses
+from tiny_run import contents, tiny_recipe
 from torch.testing import assert_close
 
 from headstart.common.files import read_growing_jsonl, read_jsonl
@@ -26,6 +28,7 @@ from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.generate.loading import held_out_prompts, taps_to_read
 from headstart.inference.images.kept import KeptPictures
+from headstart.inference.report.command import report
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.trainers.eagle import train
@@ -148,6 +151,17 @@ def test_a_picture_that_changed_on_disk_is_another_sample_and_the_run_keeps_its_
     assert all(stores[0][number].taps.equal(stores[1][number].taps) for number in range(len(old)))
 
 
+@pytest.mark.parametrize("kill", [kill_while_writing_responses, kill_while_writing_features])
+def test_a_killed_harvest_with_pictures_resumes_to_the_same_bytes(
+    seen: Path, tmp_path: Path, kill: Callable[[Recipe], None]
+) -> None:
+    recipe = tiny_recipe(seen, f"run_dir={tmp_path / 'run'}")
+    shutil.copytree(seen / "run", recipe.run_dir)
+    kill(recipe)
+    harvest(recipe)
+    assert contents(recipe.run_dir) == contents(seen / "run")
+
+
 def test_a_held_out_prompt_with_another_picture_is_another_prompt(seen: Path, tmp_path: Path) -> None:
     copy(seen, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
@@ -208,3 +222,13 @@ def test_a_head_of_pictures_is_trained_calibrated_and_drafts_the_targets_text(tm
     plain = [each.tokens for each in generate_batch(target, requests)]
     drafted = generate_batch(target, requests, head_drafter(head, Dynamic.chain(2)))
     assert [each.tokens for each in drafted] == plain
+
+
+def test_a_report_splits_prompts_with_pictures_from_texts(seen: Path, tmp_path: Path) -> None:
+    copy(seen, tmp_path)
+    fields = "report.temperatures=[0]", "report.baselines=[generate, plain, prompt_lookup]", "report.batches=[1, 2]"
+    for outcome in report(tiny_recipe(tmp_path, *fields, "decode.growth=chain")):
+        assert {name: each.prompts for name, each in outcome.by_category.items()} == {"pictures": 4, "texts": 1}
+        assert outcome.same == outcome.prompts == 5
+        assert outcome.method != "generate" or outcome.batch == 1
+        assert outcome.forced is None or outcome.forced.outside == 0

@@ -164,10 +164,10 @@ def test_system_prompts_steer_the_words(folder: Path, tmp_path: Path) -> None:
 def test_the_opening_ends_where_the_words_begin_in_every_family(name: str) -> None:
     tokenizer, _ = template_of(name)
     template = UserTemplate(ChatTemplate(tokenizer), data_section())
-    opening = template.opening(None)
+    opening = template.opening(0)
     words = "What is 2+2?"
     written = list(tokenizer(opening.space + words, add_special_tokens=False)["input_ids"])
-    whole, wanted = template.prompt(words), [*opening.tokens, *written, opening.end]
+    whole, wanted = template.prompt(words).tokens, [*opening.tokens, *written, opening.end]
     assert whole[: len(wanted)] == wanted
     assert tokenizer.decode(whole).startswith(tokenizer.decode(opening.tokens) + opening.space + words)
 
@@ -216,7 +216,7 @@ def test_what_is_wrong_with_a_candidate_alone_is_found(
     writer = CandidateWriter(recipe, template, scripted(said, tokenizer, ends), [0], size)
     [candidate] = writer.candidates([5])
     assert (candidate["candidate"], candidate["rejected"]) == (5, why)
-    assert candidate["tokens"] == (template.prompt(WORDS) if why is None else [])
+    assert candidate["tokens"] == (template.prompt(WORDS).tokens if why is None else [])
 
 
 def candidate(number: int, words: str, rejected: str | None = None) -> Json:

@@ -35,6 +35,7 @@ TINY_TARGET: dict[str, Any] = {
     "data.prompts": "data/prompts.jsonl",  # the demo target is no chat model, which could write them itself
     "data.heldout_prompts": "data/heldout_prompts.jsonl",
     "data.self_system_prompts": None,
+    "data.self_pictures": None,
     "head.hidden_size": 64,
     "head.intermediate_size": 96,
     "head.num_heads": 4,

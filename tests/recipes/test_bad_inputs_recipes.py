@@ -38,6 +38,8 @@ data <- data.states=vllm | data.store=x
 data <- data.online=[auto, cpu]
 data <- data.heldout_prompts=self
 data <- data.self_system_prompts=[maths]
+data <- data.self_pictures=shown
+data <- data.self_pictures=shown | data.prompts=self | data.server=http://x
 data.self_system_prompts=[''] | data.prompts=self
 train.unroll <- head={kind: block, block_size: 3, markov_rank: 0}
 decode.depth=4 | head={kind: block, block_size: 3}

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from PIL import Image
-from tiny_run import ENDS, build_run, build_tokenizer
-from transformers import AutoConfig, AutoModelForImageTextToText
+from tiny_run import ENDS, build_chat_run, build_letters, build_run, build_tokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 START, PLACE, END = MARKS = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
@@ -58,12 +58,15 @@ CELL = 8  # pixels along a side: 2 patches
 COLOURS = {"red": (220, 30, 30), "green": (20, 200, 60), "blue": (30, 60, 220), "yellow": (230, 220, 40)}
 
 
-def build_seeing_target(folder: Path, seed: int = 0, **text_changes: Any) -> Path:
+def build_seeing_target(
+    folder: Path, seed: int = 0, tokenizer: PreTrainedTokenizerFast | None = None, **text_changes: Any
+) -> Path:
     """Save a random Qwen3-VL, its tokenizer (byte-level, with the three marks of images) and its processor."""
-    tokenizer = build_tokenizer()
+    tokenizer = tokenizer or build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [*MARKS, "<|video_pad|>"]})
     tokenizer.chat_template, tokenizer.model_max_length = TEMPLATE, 256
-    start, place, end, video = tokenizer.convert_tokens_to_ids([*MARKS, "<|video_pad|>"])
+    ids: Any = tokenizer.convert_tokens_to_ids([*MARKS, "<|video_pad|>"])
+    start, place, end, video = ids
     config = AutoConfig.for_model(
         "qwen3_vl",
         text_config={"vocab_size": len(tokenizer), **TEXT, **text_changes},
@@ -119,3 +122,17 @@ def build_seeing_run(folder: Path) -> Path:
     recipe = (folder / "recipe.yaml").read_text()
     (folder / "recipe.yaml").write_text(recipe.replace("prompt_tokens: 24", "prompt_tokens: 60"))
     return folder / "recipe.yaml"
+
+
+def build_seeing_chat_run(folder: Path, **data: Any) -> Path:
+    """`build_chat_run` for a target that reads images, which writes half of its prompts about three pictures."""
+    path = build_chat_run(folder, self_pictures=str(folder / "shown"), generate_batch=16, **data)
+    shutil.rmtree(folder / "target")
+    build_seeing_target(folder / "target", tokenizer=build_letters(), eos_token_id=0)
+    model = AutoModelForImageTextToText.from_pretrained(folder / "target")
+    model.lm_head.weight.data[-4:] = 0  # it seldom writes the marks of images
+    model.save_pretrained(folder / "target")
+    (folder / "shown").mkdir()
+    for number, colour in enumerate(list(COLOURS)[:3]):
+        picture(colour, number % 2).save(folder / f"shown/{colour}.png")
+    return path

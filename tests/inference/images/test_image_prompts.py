@@ -113,6 +113,15 @@ def test_texts_depend_on_the_picture(target: TargetModel, prompts: ImagePrompts)
     assert len(found) > 1
 
 
+def test_a_placeholder_that_the_target_wrote_shows_no_image(target: TargetModel, prompts: ImagePrompts) -> None:
+    images = prompts.encode(*read_pictures(CONVERSATIONS[0], Sources()))
+    ids = images.inputs["input_ids"][0].tolist()
+    text = [*ids, 5, ids[images.end - 2], 6]
+    whole = images.over_text(text)
+    assert whole.inputs["input_ids"][0].tolist() == [*ids, 5, 0, 6]
+    assert target.passes.forward(torch.tensor([text]), images=whole).logits.isfinite().all()
+
+
 def test_generate_refuses_tensors_that_it_cannot_use(
     target: TargetModel, prompts: ImagePrompts, tmp_path: Path
 ) -> None:
@@ -128,6 +137,20 @@ def test_generate_refuses_tensors_that_it_cannot_use(
         ours.generate(**{**given, "input_ids": ids.repeat(2, 1)}, attention_mask=torch.ones(2, ids.shape[1]))
     with pytest.raises(ValueError, match=r"pixel_values: list given, a torch tensor is allowed; .*return_tensors"):
         ours.generate(**{**given, "pixel_values": [1]})
+    with pytest.raises(ValueError, match=r"input_ids: 4 placeholders of images given, only with their .*processor"):
+        ours.generate(**{name: each for name, each in given.items() if name != "pixel_values"})
+    others = {
+        "no grid": {name: each for name, each in given.items() if name != "image_grid_thw"},
+        "no types": {name: each for name, each in given.items() if name != "mm_token_type_ids"},
+        "fewer pixels": {**given, "pixel_values": given["pixel_values"][:-4]},
+        "another grid": {**given, "image_grid_thw": given["image_grid_thw"] * 2},
+        "fewer places": {**given, "input_ids": torch.cat([ids[:, :7], ids[:, 8:]], 1)},
+    }
+    for knows_images in (False, True):  # the first prompt is a trial of the target
+        target.passes.decodes_after_images = knows_images
+        for wrong in others.values():
+            with pytest.raises(ValueError, match=r"images: .* given, .* allowed; .* generate\(\*\*processor"):
+                ours.generate(**wrong)
     blind = TargetModel.load(TargetSection(path=str(build_target(tmp_path)), dtype="float32", device="cpu"), ())
     with pytest.raises(ValueError, match=r"images: with a 'llama' target, which has no image tower given"):
         SpeculativeModel(blind).generate(**{**given, "input_ids": ids.clamp(max=299)}, max_new_tokens=3)

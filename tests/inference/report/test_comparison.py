@@ -65,7 +65,7 @@ def test_every_method_has_the_same_text_and_figures_by_category(target: TargetMo
     whole = [prompt.tokens + generate(target, prompt.tokens, 9).tokens for prompt in PROMPTS]
     methods = [Method("plain"), Method("generate", transformers=True), Method("oracle", Oracle(*whole, ahead=3))]
     methods.append(Method("generate_lookup", transformers=True, lookup=3))
-    methods = able_to_batch(methods, batch)
+    methods = able_to_batch(methods, batch, PROMPTS)
     rounds = run_rounds(methods, target, PROMPTS, 9, Sampling(), 1, batch)
     found = {o.method: o for o in Comparison(methods, rounds, Sampling(), batch, forcing_of(target)).outcomes()}
     assert set(found) == {"plain", "generate", "oracle", *(["generate_lookup"] if batch == 1 else [])}
@@ -83,13 +83,13 @@ def test_every_method_has_the_same_text_and_figures_by_category(target: TargetMo
 
 
 def test_seconds_of_a_batch_are_wall_time(target: TargetModel) -> None:
-    run = run_batch(Method("plain"), target, [prompt.tokens for prompt in PROMPTS], 9, Sampling())
+    run = run_batch(Method("plain"), target, PROMPTS, 9, Sampling())
     waited = [stats.seconds for stats in run.stats]
     assert max(waited) <= 1.1 * run.seconds < sum(waited)
 
 
 def forcing_of(target: TargetModel, sampling: Sampling | None = None) -> Forcing:
-    return Forcing.measured(target, [prompt.tokens for prompt in PROMPTS], 9, sampling or Sampling())
+    return Forcing.measured(target, PROMPTS, 9, sampling or Sampling())
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, seed=2), Sampling(repetition_penalty=1.3)])
@@ -109,8 +109,8 @@ def test_a_token_within_rounding_is_a_near_tie_and_any_other_is_outside(target: 
     changed = [(generate(target, prompt, 1).tokens[0] + 1) % 97]
     gap = float(gaps(target, prompt, changed, Sampling())[0])
     assert gap > 1e-3
-    assert forcing.judge(prompt, changed) == Forced(1, 0, 1, gap)
-    assert Forcing(target, Sampling(), gap).judge(prompt, changed) == Forced(1, 1, 0, gap)
+    assert forcing.judge(Prompt(prompt, ""), changed) == Forced(1, 0, 1, gap)
+    assert Forcing(target, Sampling(), gap).judge(Prompt(prompt, ""), changed) == Forced(1, 1, 0, gap)
     assert Forced.sum_of([Forced(1, 1, 0, gap), Forced(4, 0, 2, 2 * gap)]) == Forced(5, 1, 2, 2 * gap)
 
 
@@ -121,8 +121,8 @@ def test_a_text_that_rounds_more_than_the_first_prompts_was_outside(
     changed = [(generate(target, prompt, 1).tokens[0] + 1) % 97]
     gap = float(gaps(target, prompt, changed, Sampling())[0])
     monkeypatch.setattr(forcing, "rounding", lambda target, prompts, most, sampling: measured.pop() and 1.1 * gap)
-    assert Forcing(target, Sampling(), gap / 2).judge(prompt, changed) == Forced(1, 1, 0, gap)
-    assert Forcing(target, Sampling(), gap / 2).judge(prompt, changed) == Forced(1, 0, 1, gap)
+    assert Forcing(target, Sampling(), gap / 2).judge(Prompt(prompt, ""), changed) == Forced(1, 1, 0, gap)
+    assert Forcing(target, Sampling(), gap / 2).judge(Prompt(prompt, ""), changed) == Forced(1, 0, 1, gap)
 
 
 def test_texts_drawn_with_other_random_numbers_are_not_judged(target: TargetModel) -> None:
