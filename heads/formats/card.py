@@ -16,7 +16,7 @@ from headstart.common.files import read_growing_jsonl, read_json
 from headstart.common.remote import shown
 from headstart.heads.base import DraftHead
 from headstart.heads.files import MODEL
-from headstart.heads.formats.commands import headstart_section, transformers_section
+from headstart.heads.formats.commands import in_python
 from headstart.heads.formats.layouts import is_whole_target, serving_sections
 from headstart.heads.formats.subject import ServedTarget, Violation
 from headstart.recipes.schema import SELF, Recipe
@@ -41,13 +41,12 @@ def card(
     is_own = source == recipe.head_dir
     recipe = as_trained(recipe) if is_own else recipe
     is_full_target = is_whole_target(head, recipe.export.format)
-    can_load = recipe.export.format != "speculators" and not is_full_target
     heldout, report = heldout_row(recipe), report_of(recipe, source)
     adapter = str(recipe.target.adapter) if recipe.target.adapter else None
     # For engines a GGUF file is the folder it was unpacked into, and an adapter the folder it was merged into.
     given = replace(target, name=recipe.target.path, adapter=adapter)
     jinja = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
-    jinja.filters["number"] = "{:g}".format
+    jinja.filters |= {"number": "{:g}".format, "shell": quote, "python": in_python}
     return jinja.from_string(TEMPLATE.read_text()).render(
         recipe=recipe,
         head=head,
@@ -68,15 +67,12 @@ def card(
         report=report,
         measurements=[] if report is None else list(measurements(report)),
         SELF=SELF,
-        quoted_folder=quote(str(folder)),
         is_full_target=is_full_target,
         for_transformers=for_transformers,
-        serving=[
-            *serving_sections(head, target, folder, violations),
-            "### headstart",
-            headstart_section(given, folder, can_load),
-            *(["### transformers", transformers_section(target, folder)] if for_transformers else []),
-        ],
+        serving=list(serving_sections(head, target, folder, violations)),
+        can_load=recipe.export.format != "speculators" and not is_full_target,
+        served=target,
+        folder=folder,
     )
 
 

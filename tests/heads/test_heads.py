@@ -156,7 +156,7 @@ def test_each_eagle_3_1_option_changes_only_what_it_names(make_head: MakeHead, n
 def test_the_embedding_is_shared_and_neither_trained_nor_saved(make_head: MakeHead, frozen: FrozenTarget) -> None:
     head = make_head()
     shape = head.shape
-    again = Eagle3Head(shape, head.target, head.vocab, frozen.embedding)
+    again = Eagle3Head(shape, frozen, head.vocab)
     assert again.embedding.data_ptr() == frozen.embedding.data_ptr()
     assert "embedding" not in dict(again.named_parameters()).keys() | again.state_dict().keys()
 

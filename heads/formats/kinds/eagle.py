@@ -79,10 +79,9 @@ def speculators_files(head: Eagle3Head, target: ServedTarget) -> Files:
 
 
 def eagle1_shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
-    frozen, _ = tensor_rules.sized_target(subject, subject.config["hidden_size"])
-    return tensor_rules.shapes_of(
-        Eagle1Head(Eagle1Shape.from_config(tensor_rules.layer_sizes(subject), frozen.config), frozen)
-    )
+    frozen, vocab = tensor_rules.sized_target(subject, subject.config["hidden_size"])
+    shape = Eagle1Shape.from_config(tensor_rules.layer_sizes(subject), frozen.config)
+    return tensor_rules.shapes_of(Eagle1Head(shape, frozen, vocab))
 
 
 def eagle3_shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
@@ -95,10 +94,10 @@ def eagle3_shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
         norm_before_fc=bool(config.get("norm_before_fc") or subject.eagle_config.get("norm_before_fc")),
         own_embedding=config["hidden_size"] != frozen.config.hidden_size,
     )
-    head = Eagle3Head(shape, frozen.config, vocab, frozen.embedding)
+    head = Eagle3Head(shape, frozen, vocab)
     if subject.layout.kind is PEagleHead:
         more = PEagleShape(**vars(shape), num_layers=config["num_hidden_layers"], mask_token_id=0)
-        head = PEagleHead(more, frozen.config, vocab, frozen.embedding)
+        head = PEagleHead(more, frozen, vocab)
     shapes = tensor_rules.shapes_of(head)
     return shapes if len(vocab.ids) == config["vocab_size"] else {**shapes, "d2t": (len(vocab.ids),)}
 
