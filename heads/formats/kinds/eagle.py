@@ -24,12 +24,18 @@ from headstart.heads.formats.subject import (
     config_error,
     tensor_error,
 )
-from headstart.heads.formats.translation import VERIFIER, infer_attention, infer_rope, infer_vocabulary, leaving_out
+from headstart.heads.formats.translation import (
+    VERIFIER,
+    infer_attention,
+    infer_rope,
+    infer_vocabulary,
+    leaving_out,
+    share_embedding,
+)
 from headstart.heads.kinds.eagle1 import Eagle1Head, Eagle1Shape
 from headstart.heads.kinds.eagle3 import NORM_FLAGS, TAPS, Eagle3Head, Eagle3Shape
 from headstart.heads.kinds.peagle import MASK_TOKEN_KEYS, PEagleHead, PEagleShape, named_mask_token
 
-UNRELATED = 0.9  # relative difference of two embeddings beyond which neither was trained from the other
 EAGLE3_KEYS = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -183,23 +189,6 @@ def infer_taps(subject: Subject, translation: Translation) -> None:
         reads = f"fc.weight reads {projection.shape[1]} features but {len(taps)} hidden states have {width}"
         translation.refused.append(f"{reads}; set {TAPS} in config.json")
     translation.config[TAPS] = taps
-
-
-def share_embedding(subject: Subject, translation: Translation) -> None:
-    """Drop the embedding if it is a copy of the target's; keep another one, unless it is unrelated to the target's."""
-    own, target = translation.tensors.get("embed_tokens.weight"), subject.frozen.embedding.float()
-    if own is None:
-        return
-    # The size of the difference relative to the target's is about 1.4 for unrelated tensors of equal size.
-    away = float((own.float() - target).norm() / target.norm()) if own.shape == target.shape else None
-    if own.shape == target.shape and torch.equal(own, subject.frozen.embedding.to(own.dtype)):
-        del translation.tensors["embed_tokens.weight"]
-        translation.inferred.append("embed_tokens.weight: a copy of the target's, left out")
-    elif away is not None and away > UNRELATED:
-        differs = f"embed_tokens.weight: differs from the target's by {away:.0%}, as that of another target does"
-        translation.refused.append(f"{differs}; one near the target's is allowed: name the target of its training")
-    else:
-        translation.inferred.append("embed_tokens.weight: differs from the target's, kept")
 
 
 def flatten_norms(subject: Subject, translation: Translation) -> None:
