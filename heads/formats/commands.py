@@ -20,11 +20,6 @@ def in_python(text: str | Path) -> str:
     return json.dumps(str(text), ensure_ascii=False)
 
 
-def in_yaml(path: Path) -> str:
-    """A path as YAML, in quotes only if it needs them."""
-    return str(path) if quote(str(path)) == str(path) else in_python(path)
-
-
 def vllm_command(method: str, head: DraftHead, target: ServedTarget, folder: Path, **more: Any) -> str:
     """vLLM's command for its `method` of drafting, with `more` options of it."""
     served, options = f"{quote(target.name)}{revision_option(target)}", {"method": method, "model": str(folder)}
@@ -67,7 +62,7 @@ def tensorrt_llm_command(head: DraftHead, target: ServedTarget, folder: Path) ->
     layers = [tap - 1 for tap in head.taps]
     return (
         "```\ncat > speculative.yaml <<'END'\nspeculative_config:\n  decoding_type: Eagle3\n"
-        f"  max_draft_len: {target.draft_tokens}\n  speculative_model: {in_yaml(folder)}\n"
+        f"  max_draft_len: {target.draft_tokens}\n  speculative_model: {in_python(folder)}\n"
         f"  eagle3_layers_to_capture: {layers}\nEND\n"
         f"trtllm-serve {quote(target.name)} --extra_llm_api_options speculative.yaml\n```"
     )

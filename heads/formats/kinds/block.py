@@ -56,10 +56,6 @@ def is_block(files: HeadFiles) -> bool:
     return is_block_config(files.config) or "hidden_norm.weight" in files.names
 
 
-def is_speculators_block(files: HeadFiles) -> bool:
-    return is_block(files) and "speculators_model_type" in files.config
-
-
 def block_size(subject: Subject, engine: str) -> Iterator[Violation]:
     """The number of slots is fixed by training; another one drafts worse at every depth."""
     size = block_key(subject.config, "block_size")
@@ -316,7 +312,7 @@ BLOCK = Layout(
 SPECULATORS_BLOCK = replace(
     BLOCK,
     name="speculators_block",
-    recognises=is_speculators_block,
+    recognises=lambda files: is_block(files) and "speculators_model_type" in files.config,
     rules=dict.fromkeys(("vllm", "speculators"), (*RULES, draft_length, config_rules.speculators_verifier)),
     commands={"vllm": commands.speculators_vllm_command, "speculators": speculators_command},
     write=speculators_block_files,

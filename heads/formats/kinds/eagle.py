@@ -39,14 +39,6 @@ from headstart.heads.kinds.peagle import MASK_TOKEN_KEYS, PEagleHead, PEagleShap
 EAGLE3_KEYS = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-def is_eagle1(files: HeadFiles) -> bool:
-    return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= files.names
-
-
-def is_peagle(files: HeadFiles) -> bool:
-    return "mask_hidden" in files.names and not is_speculators(files)
-
-
 def is_eagle3(files: HeadFiles) -> bool:
     """Whether it has tensors that only EAGLE-3 heads have."""
     names = files.names
@@ -226,7 +218,7 @@ EAGLE3_STEPS: tuple[Step, ...] = (*STEPS, infer_taps, infer_vocabulary, flatten_
 EAGLE1 = Layout(
     name="eagle1",
     kind=Eagle1Head,
-    recognises=is_eagle1,
+    recognises=lambda files: {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= files.names,
     rules=dict.fromkeys(("vllm", "sglang"), (*SHARED, other_embedding, eagle1_bias)),
     commands={"vllm": partial(commands.vllm_command, "eagle"), "sglang": partial(commands.sglang_command, "EAGLE")},
     steps=(*STEPS, share_embedding),
@@ -266,7 +258,7 @@ PEAGLE = replace(
     EAGLE3,
     name="peagle",
     kind=PEagleHead,
-    recognises=is_peagle,
+    recognises=lambda files: "mask_hidden" in files.names and not is_speculators(files),
     rules={"vllm": (*RULES, mask_token)},  # no other engine has its drafting pass
     commands={"vllm": partial(commands.vllm_command, "eagle3", parallel_drafting=True)},
     steps=(*EAGLE3.steps, refuse_mask_token),
