@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headstart.heads.base import Features, Hidden, LastHiddenHead, Mask, Positions, Tokens, input_scales
 from headstart.heads.frozen import FrozenTarget, drop_embedding
-from headstart.heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm
+from headstart.heads.layers import Attention, AttentionCache, DecoderLayer, LayerShape
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema_heads import Eagle1Section
@@ -24,18 +24,12 @@ class Eagle1Shape(LayerShape):
     fc_bias: bool = False  # published heads often have one; we train none because vLLM ignores it
 
 
-class Eagle1Layer(nn.Module):
+class Eagle1Layer(DecoderLayer):
     """A Llama decoder layer without its first norm."""
 
     def __init__(self, shape: Eagle1Shape, eps: float) -> None:
-        super().__init__()
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, eps)
-        self.self_attn = Attention(shape.hidden_size, shape)
-        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
-
-    def forward(self, inputs: Hidden, rotary: Tensor, mask: Tensor | None, cache: AttentionCache | None) -> Hidden:
-        hidden = inputs + self.self_attn(inputs, rotary, mask, cache)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        super().__init__(shape, eps, Attention(shape.hidden_size, shape))
+        self.input_layernorm = nn.Identity()
 
 
 class Eagle1Head(LastHiddenHead):
@@ -96,4 +90,4 @@ class Eagle1Head(LastHiddenHead):
     ) -> Hidden:
         both = torch.cat([self.embedding[tokens], features], dim=-1)  # embedding first
         inputs = self.fc(both if self.input_scale is None else both * self.input_scale)
-        return self.layers[0](inputs, self.rotary[positions], mask, cache)
+        return self.layers[0](inputs, self.rotary[positions], mask, cache, 0)

@@ -57,7 +57,7 @@ BUDGETS = {
     "heads": 2_390,
     "heads/formats": 1_327,
     "heads/formats/kinds": 781,
-    "heads/kinds": 2_091,
+    "heads/kinds": 2_085,
     "headstart": 1_182,
     "inference": 260,
     "inference/core": 2_354,
