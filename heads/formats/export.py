@@ -27,8 +27,7 @@ from headstart.heads.files import MODEL, HeadFiles, read_safetensors, refuse_exi
 from headstart.heads.formats.card import acceptance_lengths, card
 from headstart.heads.formats.commands import GGUF
 from headstart.heads.formats.kinds.eagle import EAGLE3
-from headstart.heads.formats.kinds.registry import layout_of
-from headstart.heads.formats.layouts import FORMATS, files_in_format, is_whole_target
+from headstart.heads.formats.layouts import FORMATS, files_in_format, is_whole_target, layout_of
 from headstart.heads.formats.lint import violations
 from headstart.heads.formats.subject import ServedTarget, Violation
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder

@@ -1,4 +1,4 @@
-"""The export formats: the config.json and tensors that each makes of a head, and the engine that it is for.
+"""All layouts of draft heads, which one a head's files have, and the export formats, which write them.
 
 To add a format, add it to FORMATS, write its files here, and give the layout that it writes the engine's rules and
 command, in heads/formats/kinds.
@@ -8,19 +8,37 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headstart.heads.base import DraftHead
+from headstart.heads.files import HeadFiles
 from headstart.heads.formats.config_rules import REFUSED, gives_hidden_states
-from headstart.heads.formats.kinds.registry import LAYOUTS
+from headstart.heads.formats.kinds.block import BLOCK, SPECULATORS_BLOCK
+from headstart.heads.formats.kinds.eagle import EAGLE1, EAGLE3, EAGLE3_SPECULATORS, PEAGLE
+from headstart.heads.formats.kinds.medusa import MEDUSA
+from headstart.heads.formats.kinds.mtp import MTP
 from headstart.heads.formats.speculators import not_in_speculators
-from headstart.heads.formats.subject import Files, ServedTarget, Violation
+from headstart.heads.formats.subject import Files, Layout, ServedTarget, Violation
 from headstart.heads.kinds.checkpoint import head_config
 from headstart.recipes.other_commands import ENGINE_NAMES
 
+# The first one that recognises a head's files is theirs.
+LAYOUTS: tuple[Layout, ...] = (MEDUSA, SPECULATORS_BLOCK, BLOCK, PEAGLE, EAGLE3_SPECULATORS, EAGLE3, EAGLE1, MTP)
 # export.format -> the engine whose contract the export must meet; None asks nothing.
 FORMATS = {
     "native": None,
     **{name: name for name in ("vllm", "sglang", "tensorrt_llm", "speculators")},
     "gguf": "llama_cpp",
 }
+
+
+def layout_of(files: HeadFiles) -> Layout:
+    """The layout of a head's files, recognised by their content; ValueError for an unknown one."""
+    kind = files.config.get("headstart", {}).get("kind")
+    recognised = [layout for layout in LAYOUTS if layout.recognises(files)]
+    if matches := recognised or [layout for layout in LAYOUTS if layout.name == kind]:
+        return matches[0]
+    unknown = f"the layout of this draft head is unknown (its tensors: {', '.join(sorted(files.names)[:4])}, ...)"
+    allowed = "EAGLE-1, EAGLE-3, P-EAGLE, speculators' eagle3, Medusa, DFlash and DSpark are allowed"
+    advice = "give the folder of such a head, or bring a whole target's MTP layer in with headstart convert"
+    raise ValueError(f"{files.folder}: {unknown}; {allowed}: {advice}")
 
 
 def files_in_format(name: str, head: DraftHead, target: ServedTarget) -> Files:
