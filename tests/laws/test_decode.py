@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def test_plain_decoding_equals_one_full_forward_per_token(target: TargetModel, p
 
 def random_head(target: TargetModel) -> Eagle3Head:
     """A head with random weights for any target; it uses a default rotary embedding instead of the target's."""
-    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 40, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
     shape = Eagle3Shape(**sizes, taps=target.taps, rope=Rope())
     head = Eagle3Head(shape, target.frozen, DraftVocab.full(97))
     for parameter in head.parameters():
