@@ -108,8 +108,8 @@ def test_plain_decoding_equals_one_full_forward_per_token(target: TargetModel, p
 
 def random_head(target: TargetModel) -> Eagle3Head:
     """A head with random weights for any target; it uses a default rotary embedding instead of the target's."""
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 40, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-    shape = Eagle3Shape(**sizes, taps=target.taps, rope=Rope())
+    sizes: dict[str, Any] = {"intermediate_size": 40, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    shape = Eagle3Shape(hidden_size=32, **sizes, taps=target.taps, rope=Rope())
     head = Eagle3Head(shape, target.frozen, DraftVocab.full(97))
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.3)
