@@ -43,7 +43,7 @@ def without_norms(old: Eagle3Head, target: TargetModel, prompts: list[list[int]]
     sizes = [torch.cat([tap[0].pow(2).mean(-1).sqrt() for tap in taps[place :: len(old.taps)]]) for place in range(3)]
     scales = [old.get_parameter(f"fc_norm.{place}.weight") / size.median() for place, size in enumerate(sizes)]
     shape = dataclasses.replace(old.shape, fc_norm=False, norm_output=False)
-    head = Eagle3Head(shape, target.config, old.vocab, old.embedding)
+    head = Eagle3Head(shape, target.frozen, old.vocab)
     state = {**old.state_dict(), "fc.weight": old.fc.weight * torch.cat(scales)}
     head.load_state_dict({name: state[name] for name in head.state_dict()})
     return head.eval().requires_grad_(False)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headstart.heads.calibration import Calibration
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.layers import AttentionCache, LayerShape, power_of_two_scales, rotary_table
+from headstart.heads.layers import AttentionCache, LayerShape, Projections, power_of_two_scales, rotary_table
 from headstart.heads.target_config import TargetConfig, TargetOrigin
 from headstart.heads.unroll_attention import UnrollCache
 from headstart.heads.vocab import DraftVocab
@@ -69,8 +69,11 @@ class DraftHead(nn.Module, ABC):
     origin: TargetOrigin | None = None  # the target it was trained for, where that is known
     max_levels: int | None = None  # how many levels it can draft; None is any number
 
-    def __init__(self) -> None:
+    def __init__(self, shape: Any, frozen: FrozenTarget, vocab: DraftVocab) -> None:
+        """The head shares the target's embedding, and neither copies, trains nor saves it."""
         super().__init__()
+        self.shape, self.target, self.vocab = shape, frozen.config, vocab
+        self.register_buffer("embedding", frozen.embedding, persistent=False)
         self.register_buffer("input_scale", None, persistent=False)
 
     @classmethod
@@ -103,9 +106,14 @@ class DraftHead(nn.Module, ABC):
         """The `taps` of the head that a config.json describes."""
 
     @classmethod
-    @abstractmethod
+    def section_shape(cls, section: Any, target: TargetConfig, vocab: DraftVocab) -> Any:
+        """The `shape` with the sizes of a recipe, or the target's where the recipe gives none; for `from_section`."""
+        raise NotImplementedError
+
+    @classmethod
     def from_section(cls, section: Any, frozen: FrozenTarget, vocab: DraftVocab) -> "DraftHead":
-        """A head with the sizes of a recipe, or the target's where the recipe gives none; not yet initialised."""
+        """The head that a recipe's section describes, not yet initialised."""
+        return cls(cls.section_shape(section, frozen.config, vocab), frozen, vocab)
 
     @classmethod
     @abstractmethod
@@ -177,8 +185,8 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:
-        """The layers that a decode step may compile."""
-        return ()
+        """The layers that a decode step may compile: those around an attention of ours."""
+        return [module for module in self.modules() if any(isinstance(part, Projections) for part in module.children())]
 
     @property
     def cache_shape(self) -> tuple[int, int, int] | None:
@@ -271,10 +279,9 @@ class LastHiddenHead(LevelHead):
     lm_head: Tensor
     lm_head_bias: Tensor | None
 
-    def __init__(self, frozen: FrozenTarget, vocab: DraftVocab) -> None:
-        super().__init__()
-        self.target, self.taps, self.vocab = frozen.config, (frozen.config.num_layers,), vocab
-        self.feature_size = frozen.config.hidden_size
+    def __init__(self, shape: Any, frozen: FrozenTarget, vocab: DraftVocab) -> None:
+        super().__init__(shape, frozen, vocab)
+        self.taps, self.feature_size = (frozen.config.num_layers,), frozen.config.hidden_size
         self.logit_scale, self.softcap = frozen.logit_scale, frozen.softcap
         for name in SHARED:
             self.register_buffer(name, getattr(frozen, name), persistent=False)

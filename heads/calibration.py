@@ -69,11 +69,10 @@ class Calibration:
 
     def at(self, level: int) -> tuple[float, float, float]:
         """The greedy multiplier, the sampled one and the Gumbel weight; beyond the fitted levels, the deepest ones."""
-        return value_at(self.greedy, level), value_at(self.sampled, level), value_at(self.gumbel_weights, level)
-
-
-def value_at(values: tuple[float, ...], level: int) -> float:
-    return values[min(level, len(values) - 1)]
+        greedy, sampled, gumbel = (
+            values[min(level, len(values) - 1)] for values in (self.greedy, self.sampled, self.gumbel_weights)
+        )
+        return greedy, sampled, gumbel
 
 
 def search_tree(accuracies: Float[Tensor, "levels ranks"] | Sequence[Sequence[float]], nodes: int) -> StaticTree:

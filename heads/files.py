@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -55,7 +55,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} holds no head (no config.json); {advice}")
     config = read_json_object(path, "head")
     try:
-        HeadKeys.model_validate(config)
+        HEAD_KEYS.model_validate(config)
     except ValidationError as failed:
         places = [(".".join(map(str, each["loc"])), each["input"], each["msg"]) for each in failed.errors()]
         wrong = "; ".join(f"{place}: {reprlib.repr(given)} given, {allowed}" for place, given, allowed in places)
@@ -166,77 +166,25 @@ def refuse_existing(folder: Path) -> None:
         raise ValueError(f"{folder} exists already; an export is written to a new folder only: {advice}")
 
 
-Size = Annotated[int, Field(gt=0)]
+Size = Annotated[int, Field(gt=0)] | None
 Number = Annotated[float, Field(gt=0)]
-Layers = list[Annotated[int, Field(ge=0)]]
+Flag = bool | None
+Text = str | None
+Layers = list[Annotated[int, Field(ge=0)]]  # or hidden states
+LayerOutputs = list[int] | None  # -1 is the input of the first layer
+ANY_OTHERS = ConfigDict(extra="allow", strict=True)
 
 
-class Keys(BaseModel):
-    """A section of config.json; keys that are not named here may hold anything."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-
-class RopeKeys(Keys):
-    rope_type: str = "default"
-    type: str = "default"
-    rope_theta: Number = 1e4
-    factor: Number | None = None
-    low_freq_factor: Number | None = None
-    high_freq_factor: Number | None = None
-    original_max_position_embeddings: Size | None = None
+def section(name: str, keys: dict[str, Any], *needed: str) -> Any:
+    """A section of config.json whose keys, all but the needed ones optional, have these types; others hold anything."""
+    fields: Any = {key: (kind, ... if key in needed else None) for key, kind in keys.items()}
+    return create_model(name, __config__=ANY_OTHERS, **fields)
 
 
-class LayerKeys(Keys):
-    """The layer's keys: at the top level in most layouts, under `transformer_layer_config` in speculators'."""
-
-    model_type: str | None = None
-    hidden_act: str | None = None
-    hidden_size: Size | None = None
-    intermediate_size: Size | None = None
-    num_hidden_layers: Size | None = None
-    num_attention_heads: Size | None = None
-    num_key_value_heads: Size | None = None
-    head_dim: Size | None = None
-    vocab_size: Size | None = None
-    max_position_embeddings: Size | None = None
-    rms_norm_eps: Number = 1e-6
-    rope_theta: Number = 1e4
-    rope_parameters: RopeKeys | None = None
-    rope_scaling: RopeKeys | None = None
-    layer_types: list[str] | None = None
-    num_aux_hidden_states: Size | None = None
-
-
-class EagleKeys(Keys):
-    eagle_aux_hidden_state_layer_ids: list[int] | None = None  # layer outputs; -1 is the input of the first layer
-    norm_before_fc: bool | None = None
-
-
-class HeadstartKeys(Keys):
-    """Our own section, written by heads.checkpoint."""
-
-    kind: str | None = None
-    taps: Annotated[Layers, Field(min_length=1)] = [0]
-    block_size: Size | None = None
-    engines: list[str] | None = None
-    target: "OriginKeys | None" = None
-    target_num_layers: Size = 1
-    acceptance_length: dict[str, Number] = {}  # on held-out prompts, by temperature
-    target_rope: dict[str, Any] = {}
-    calibration: "CalibrationKeys | None" = None
-
-
-class OriginKeys(Keys):
-    """The target that the head was trained for."""
-
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    source: str | None = None
-
-
-class TreeKeys(Keys):
+class TreeKeys(BaseModel):
     """A searched draft tree: its nodes as ranks from the root, and the chance of each."""
 
+    model_config = ANY_OTHERS
     paths: Annotated[list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]], Field(min_length=1)]
     chances: list[Annotated[float, Field(ge=0, le=1)]]
 
@@ -247,61 +195,68 @@ class TreeKeys(Keys):
         return self
 
 
-class CalibrationKeys(Keys):
-    greedy: Annotated[list[Number], Field(min_length=1)]
-    sampled: Annotated[list[Number], Field(min_length=1)]
-    noise: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)] = [1.0]
-    tree: TreeKeys | None = None
-
-
-class ProposalKeys(Keys):
-    speculative_tokens: int | None = None
-
-
-class VerifierKeys(Keys):
-    name_or_path: str | None = None
-
-
-class SpeculatorsKeys(Keys):
-    proposal_methods: list[ProposalKeys] | None = None
-    verifier: VerifierKeys | None = None
-
-
-class BlockKeys(Keys):
-    """The keys of block heads: in a section of their own in DFlash's files, at the top level in others."""
-
-    block_size: Size | None = None
-    mask_token_id: Annotated[int, Field(ge=0)] | None = None
-    target_layer_ids: list[int] | None = None  # layer outputs; -1 is the input of the first layer
-    sample_from_anchor: bool | None = None
-    causal: bool | None = None
-    use_swa: bool | None = None
-    swa_window_size: Size | None = None
-    markov_rank: Annotated[int, Field(ge=0)] | None = None
-    markov_head_type: str | None = None
-    enable_confidence_head: bool | None = None
-    confidence_head_with_markov: bool | None = None
-
-
-class HeadKeys(LayerKeys, BlockKeys):
-    """A whole config.json, in any layout."""
-
-    architectures: list[str] | None = None
-    target_hidden_size: Size | None = None
-    draft_vocab_size: Size | None = None
-    fc_norm: bool | None = None
-    norm_output: bool | None = None
-    norm_before_fc: bool | None = None
-    norm_before_residual: bool | None = None
-    eagle_aux_hidden_state_layer_ids: Layers | None = None
-    eagle_config: EagleKeys | None = None
-    dflash_config: BlockKeys | None = None
-    aux_hidden_state_layer_ids: Layers | None = None
-    num_target_layers: Size | None = None
-    sliding_window: Size | None = None
-    sliding_window_non_causal: bool | None = None
-    is_causal: bool | None = None
-    speculators_model_type: str | None = None
-    transformer_layer_config: LayerKeys = LayerKeys()
-    speculators_config: SpeculatorsKeys | None = None
-    headstart: HeadstartKeys = HeadstartKeys()
+ROPE = {
+    **dict.fromkeys(("rope_type", "type"), str),
+    "rope_theta": Number,
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), Number | None),
+    "original_max_position_embeddings": Size,
+}
+# The layer's keys: at the top level in most layouts, under `transformer_layer_config` in speculators'.
+LAYER_COUNTS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+LAYER = {
+    **dict.fromkeys(("model_type", "hidden_act"), Text),
+    **dict.fromkeys((*LAYER_COUNTS, "head_dim", "vocab_size", "max_position_embeddings"), Size),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta"), Number),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), section("RopeKeys", ROPE) | None),
+    "layer_types": list[str] | None,
+    "num_aux_hidden_states": Size,
+}
+# The keys of block heads: in a section of their own in DFlash's files, at the top level in others.
+BLOCK = {
+    **dict.fromkeys(("block_size", "swa_window_size"), Size),
+    **dict.fromkeys(("mask_token_id", "markov_rank"), Annotated[int, Field(ge=0)] | None),
+    "target_layer_ids": LayerOutputs,
+    "markov_head_type": Text,
+    **dict.fromkeys(("sample_from_anchor", "causal", "use_swa"), Flag),
+    **dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), Flag),
+}
+CALIBRATION = {
+    **dict.fromkeys(("greedy", "sampled"), Annotated[list[Number], Field(min_length=1)]),
+    "noise": Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)],
+    "tree": TreeKeys | None,
+}
+ORIGIN = {"sha256": Annotated[str, Field(pattern="^[0-9a-f]{64}$")], "source": Text}
+OURS = {  # written by heads.kinds.checkpoint
+    "kind": Text,
+    "taps": Annotated[Layers, Field(min_length=1)],
+    "block_size": Size,
+    "engines": list[str] | None,
+    "target": section("OriginKeys", ORIGIN, "sha256") | None,
+    "target_num_layers": Annotated[int, Field(gt=0)],
+    "acceptance_length": dict[str, Number],  # on held-out prompts, by temperature
+    "target_rope": dict[str, Any],
+    "calibration": section("CalibrationKeys", CALIBRATION, "greedy", "sampled") | None,
+}
+EAGLE = {"eagle_aux_hidden_state_layer_ids": LayerOutputs, "norm_before_fc": Flag}
+SERVING = {
+    "proposal_methods": list[section("ProposalKeys", {"speculative_tokens": int | None})] | None,  # type: ignore[misc]
+    "verifier": section("VerifierKeys", {"name_or_path": Text}) | None,
+}
+HEAD_KEYS = section(
+    "HeadKeys",
+    {
+        **LAYER,
+        **BLOCK,
+        "architectures": list[str] | None,
+        **dict.fromkeys(("target_hidden_size", "draft_vocab_size", "num_target_layers", "sliding_window"), Size),
+        **dict.fromkeys(("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"), Flag),
+        **dict.fromkeys(("sliding_window_non_causal", "is_causal"), Flag),
+        **dict.fromkeys(("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"), Layers | None),
+        "eagle_config": section("EagleKeys", EAGLE) | None,
+        "dflash_config": section("BlockKeys", BLOCK) | None,
+        "speculators_model_type": Text,
+        "transformer_layer_config": section("LayerKeys", LAYER),
+        "speculators_config": section("SpeculatorsKeys", SERVING) | None,
+        "headstart": section("HeadstartKeys", OURS),
+    },
+)

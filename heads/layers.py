@@ -234,7 +234,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, shape: LayerShape, eps: float, attention: nn.Module) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden_size, eps)
+        self.input_layernorm: nn.Module = RMSNorm(shape.hidden_size, eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, eps)
         self.self_attn = attention
         self.mlp = MLP(shape.hidden_size, shape.intermediate_size)

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 from huggingface_hub import errors, snapshot_download
@@ -47,6 +46,7 @@ SOURCE_CHARACTERS_MAX = 300
 END_BYTES = 1 << 20  # read at each end of a file of weights
 DIGEST_LETTERS = 64
 RESERVED = re.compile("reserved|unused|placeholder|extra_id", re.IGNORECASE)  # in tokens that no text holds
+STDERR = 2  # the file descriptor
 UNPACKED_AS = b"4"  # changes when a GGUF file is unpacked into something else
 
 
@@ -164,14 +164,9 @@ def made_once(folder: Path, field: str, module: str, paths: list[Path], making: 
         if not (folder / "config.json").is_file():
             print(f"{making}, once, as {folder}", file=sys.stderr, flush=True)
             command = [sys.executable, "-m", f"headstart.inference.targets.{module}", *map(str, paths)]
-            with TemporaryFile("w+") as errors:
-                with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as unpacking:
-                    assert unpacking.stdout is not None
-                    for line in unpacking.stdout:
-                        print(line, end="", file=sys.stderr, flush=True)
-                errors.seek(0)
-                said = errors.read().strip().splitlines() or [f"exit code {unpacking.returncode}"]
-            if unpacking.returncode:
+            made = subprocess.run(command, stdout=STDERR, stderr=subprocess.PIPE, text=True, check=False)
+            if made.returncode:
+                said = made.stderr.strip().splitlines() or [f"exit code {made.returncode}"]
                 raise ValueError(f"{field}: {said[-1].removeprefix('error: ')}")
     return folder
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def final_norm(model: PreTrainedModel, config: TargetConfig) -> nn.Module | None
         if isinstance(module, nn.ModuleList) and len(module) == config.num_layers
     ]
     # A vision tower may have as many layers; the decoder's are nearest to the embedding.
-    lists.sort(key=lambda name: -len(common_parts(name, embedding)))
+    lists.sort(key=lambda name: -common_depth(name, embedding))
     if not lists:
         return None
     parent, _, layers = lists[0].rpartition(".")
@@ -142,14 +143,10 @@ def final_norm(model: PreTrainedModel, config: TargetConfig) -> nn.Module | None
     return children[min(after, key=len)] if after else None  # longer names say which part they belong to
 
 
-def common_parts(one: str, other: str) -> list[str]:
-    """The parts of two modules' names that are the same from the start."""
-    parts = []
-    for mine, yours in zip(one.split("."), other.split("."), strict=False):
-        if mine != yours:
-            break
-        parts.append(mine)
-    return parts
+def common_depth(one: str, other: str) -> int:
+    """How many parts of two modules' names are the same from the start."""
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
 
 
 def is_norm(module: nn.Module, size: int) -> bool:
@@ -184,7 +181,7 @@ def logit_form(twin: PreTrainedModel, ends: TargetEnds, config: TargetConfig) ->
     hidden = torch.randn(1, 1, config.hidden_size, generator=random)
     hidden /= (hidden @ weight.T).norm()  # logits of about 1
     path, owner = ends.norm.split(".")[:-1], ends.lm_head.rpartition(".")[0]
-    outer = len(common_parts(ends.norm, owner))
+    outer = common_depth(ends.norm, owner)
 
     def logits(size: float) -> Float[Tensor, " tokens"]:
         for end in range(outer + 1, len(path) + 1):  # whichever of them the class asks for the last hidden states

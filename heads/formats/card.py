@@ -16,16 +16,12 @@ from headstart.common.files import read_growing_jsonl, read_json
 from headstart.common.remote import shown
 from headstart.heads.base import DraftHead
 from headstart.heads.files import MODEL
-from headstart.heads.formats.commands import headstart_section, transformers_section
-from headstart.heads.formats.layouts import FORMATS, engine_files, is_whole_target, native_files, serving_sections
+from headstart.heads.formats.commands import in_python
+from headstart.heads.formats.layouts import is_whole_target, serving_sections
 from headstart.heads.formats.subject import ServedTarget, Violation
 from headstart.recipes.schema import SELF, Recipe
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
-PUBLISHED_NAMES = (
-    *("Average_AL", "Output TPS", "spec_decode_token_weighted_acceptance_length"),
-    "spec_decode_overall_draft_acceptance_rate",
-)
 LOGGED_LENGTHS = {"heldout/tau": "0", "heldout/tau_t1": "1"}  # key in the training log -> its temperature
 
 
@@ -45,13 +41,12 @@ def card(
     is_own = source == recipe.head_dir
     recipe = as_trained(recipe) if is_own else recipe
     is_full_target = is_whole_target(head, recipe.export.format)
-    can_load = FORMATS[recipe.export.format].files in (native_files, engine_files) and not is_full_target
     heldout, report = heldout_row(recipe), report_of(recipe, source)
     adapter = str(recipe.target.adapter) if recipe.target.adapter else None
     # For engines a GGUF file is the folder it was unpacked into, and an adapter the folder it was merged into.
     given = replace(target, name=recipe.target.path, adapter=adapter)
     jinja = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
-    jinja.filters["number"] = "{:g}".format
+    jinja.filters |= {"number": "{:g}".format, "shell": quote, "python": in_python}
     return jinja.from_string(TEMPLATE.read_text()).render(
         recipe=recipe,
         head=head,
@@ -71,17 +66,13 @@ def card(
         num_eval_prompts=min(recipe.train.eval_prompts, num_prompts(recipe, "heldout", recipe.train.eval_prompts)),
         report=report,
         measurements=[] if report is None else list(measurements(report)),
-        published=[] if report is None else list(published(report)),
         SELF=SELF,
-        quoted_folder=quote(str(folder)),
         is_full_target=is_full_target,
         for_transformers=for_transformers,
-        serving=[
-            *serving_sections(head, target, folder, violations),
-            "### headstart",
-            headstart_section(given, folder, can_load),
-            *(["### transformers", transformers_section(target, folder)] if for_transformers else []),
-        ],
+        serving=list(serving_sections(head, target, folder, violations)),
+        can_load=recipe.export.format != "speculators" and not is_full_target,
+        served=target,
+        folder=folder,
     )
 
 
@@ -147,15 +138,6 @@ def report_of(recipe: Recipe, source: Path) -> dict[str, Any] | None:
     target = recipe.target.model_dump(mode="json", include={"path", "adapter"})
     is_same = head is not None and Path(head).resolve() == source.resolve()
     return report if is_same and {name: measured.get(name) for name in target} == target else None
-
-
-def published(report: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The rows of `measurements` that draft, with their `figures` under the names of SPEED-Bench and aiperf."""
-    for row in measurements(report):
-        if names := row["published"]:
-            joint = [f"{share:.2f}" for share in names["Joint_Acceptance_Rate"].values()]
-            figures = {name: f"{names[name]:.2f}" for name in PUBLISHED_NAMES}
-            yield {**row, "figures": {**figures, "Joint_Acceptance_Rate, from 2": " ".join(joint[1:])}}
 
 
 def measurements(report: dict[str, Any]) -> Iterator[dict[str, Any]]:

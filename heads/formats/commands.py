@@ -11,33 +11,6 @@ from headstart.heads.formats.subject import ServedTarget
 GGUF = "head.gguf"  # the file that llama.cpp reads
 
 
-def headstart_section(target: ServedTarget, folder: Path, can_load: bool) -> str:
-    """How to decode with the export in headstart itself, which must convert the formats that it cannot load."""
-    if not can_load:
-        return (
-            f"Convert the head first; `runs/imported` is then a head that every headstart command reads:\n\n"
-            f"```\nheadstart convert {quote(str(folder))} runs/imported --target {quote(target.name)}\n```"
-        )
-    given = {"revision": target.revision, "adapter": target.adapter}
-    more = "".join(f", {name}={in_python(value)}" for name, value in given.items() if value)
-    return (
-        "```python\nfrom headstart import SpeculativeModel\n\n"
-        f"model = SpeculativeModel.from_folders({in_python(target.name)}, {in_python(folder)}{more})\n```"
-    )
-
-
-def transformers_section(target: ServedTarget, folder: Path) -> str:
-    """How to decode with the export in transformers, which runs its custom_generate/generate.py."""
-    named = in_python(target.name) + (f", revision={in_python(target.revision)}" if target.revision else "")
-    return (
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f"tokenizer = AutoTokenizer.from_pretrained({named})\nmodel = AutoModelForCausalLM.from_pretrained({named})\n"
-        'inputs = tokenizer("Once upon a time", return_tensors="pt")\n'
-        f"text = model.generate(**inputs, custom_generate={in_python(folder)}, trust_remote_code=True)\n```\n\n"
-        "It writes one text at a time, plain `generate`'s own."
-    )
-
-
 def revision_option(target: ServedTarget) -> str:
     return f" --revision {quote(target.revision)}" if target.revision else ""
 
@@ -45,11 +18,6 @@ def revision_option(target: ServedTarget) -> str:
 def in_python(text: str | Path) -> str:
     """A text as a string literal, which Python and YAML both read."""
     return json.dumps(str(text), ensure_ascii=False)
-
-
-def in_yaml(path: Path) -> str:
-    """A path as YAML, in quotes only if it needs them."""
-    return str(path) if quote(str(path)) == str(path) else in_python(path)
 
 
 def vllm_command(method: str, head: DraftHead, target: ServedTarget, folder: Path, **more: Any) -> str:
@@ -94,7 +62,7 @@ def tensorrt_llm_command(head: DraftHead, target: ServedTarget, folder: Path) ->
     layers = [tap - 1 for tap in head.taps]
     return (
         "```\ncat > speculative.yaml <<'END'\nspeculative_config:\n  decoding_type: Eagle3\n"
-        f"  max_draft_len: {target.draft_tokens}\n  speculative_model: {in_yaml(folder)}\n"
+        f"  max_draft_len: {target.draft_tokens}\n  speculative_model: {in_python(folder)}\n"
         f"  eagle3_layers_to_capture: {layers}\nEND\n"
         f"trtllm-serve {quote(target.name)} --extra_llm_api_options speculative.yaml\n```"
     )

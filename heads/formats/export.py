@@ -27,8 +27,7 @@ from headstart.heads.files import MODEL, HeadFiles, read_safetensors, refuse_exi
 from headstart.heads.formats.card import acceptance_lengths, card
 from headstart.heads.formats.commands import GGUF
 from headstart.heads.formats.kinds.eagle import EAGLE3
-from headstart.heads.formats.kinds.registry import layout_of
-from headstart.heads.formats.layouts import FORMATS, is_whole_target
+from headstart.heads.formats.layouts import FORMATS, files_in_format, is_whole_target, layout_of
 from headstart.heads.formats.lint import violations
 from headstart.heads.formats.subject import ServedTarget, Violation
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
@@ -66,11 +65,10 @@ def export(recipe: Recipe) -> Path:
     architectures = read_json(target_folder / "config.json").get("architectures", [])
     path = path_for_engines(recipe.target, target_folder)
     target = ServedTarget(path, architectures, recipe.decode.depth, recipe.target.revision)
-    config, tensors = FORMATS[section.format].files(head, target)
+    config, tensors = files_in_format(section.format, head, target)
 
     files = HeadFiles(folder, config, tensors)
-    by_engine = violations_by_engine(section.format, files, frozen)
-    refuse_unservable(section, by_engine)
+    by_engine = checked_engines(section, files, frozen)
     additions: list[Callable[[Path], None]] = []
     if section.format == "gguf":
         additions.append(partial(write_gguf, find_converter(), target=target_folder, dtype=config["torch_dtype"]))
@@ -92,30 +90,26 @@ def export(recipe: Recipe) -> Path:
     return folder
 
 
-def violations_by_engine(name: str, files: HeadFiles, frozen: FrozenTarget) -> dict[str, list[Violation]]:
-    """The violations of each engine's contract in files of this format, for all engines that read it."""
-    layout, meant = layout_of(files), FORMATS[name].engine
+def checked_engines(section: ExportSection, files: HeadFiles, frozen: FrozenTarget) -> dict[str, list[Violation]]:
+    """The violations of each engine's contract in an export's files, for all engines that read them.
+
+    Raises ValueError if the format's own engine would serve the head worse than it was trained, or not at all.
+    """
+    layout, meant = layout_of(files), FORMATS[section.format]
     if layout.kind.is_target_layer and meant is None:
         return {}  # engines draft with the layer of their target, see `write_whole_target`
-    engines = [engine for engine in layout.rules if engine == meant or {engine, meant}.isdisjoint(OWN_FORMAT)]
-    return {engine: violations(files, frozen, [engine]) for engine in engines}
-
-
-def refuse_unservable(section: ExportSection, by_engine: dict[str, list[Violation]]) -> None:
-    """Raise ValueError if the format's engine would serve the head worse than it was trained, or not at all."""
-    engine = FORMATS[section.format].engine
     given = f"export.format: {section.format!r} {section.origin('format')}"
-    if engine is None:
-        return
-    if engine not in by_engine:
-        fitting = ", ".join(by_engine)
-        raise ValueError(f"{given} for a head that only {fitting} can serve; choose one of them")
-    if by_engine[engine]:
-        reasons = "\n  ".join(map(str, by_engine[engine]))
+    if meant is not None and meant not in layout.rules:
+        raise ValueError(f"{given} for a head that only {', '.join(layout.rules)} can serve; choose one of them")
+    engines = [engine for engine in layout.rules if engine == meant or {engine, meant}.isdisjoint(OWN_FORMAT)]
+    by_engine = {engine: violations(files, frozen, [engine]) for engine in engines}
+    if meant is not None and by_engine[meant]:
+        reasons = "\n  ".join(map(str, by_engine[meant]))
         raise ValueError(
             f"{given}, but the engine would not serve the head as it was trained:\n  {reasons}\n"
             f"choose another export.format or train a head that fits; docs/interop.md lists what each format needs"
         )
+    return by_engine
 
 
 def find_converter() -> str:

@@ -18,7 +18,7 @@ import torch
 
 from headstart.common.errors import errors_as_messages
 from headstart.heads.files import HeadFiles
-from headstart.heads.formats.kinds.registry import layout_of
+from headstart.heads.formats.layouts import layout_of
 from headstart.heads.formats.subject import Subject, Violation
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetOrigin, locate_target

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from headstart.heads.base import DraftHead
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats import config_rules, tensor_rules
-from headstart.heads.formats.kinds.registry import layout_of
+from headstart.heads.formats.layouts import layout_of
 from headstart.heads.formats.subject import Subject, Translation
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import head_from_files

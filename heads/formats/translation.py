@@ -1,10 +1,13 @@
 """Steps that translate published heads of several layouts into our own: they report what the files do not state."""
 
+import torch
+
 from headstart.heads.formats.subject import Step, Subject, Translation
 from headstart.heads.layers import rotary_table
 from headstart.heads.target_config import Rope
 from headstart.heads.vocab import DraftVocab
 
+UNRELATED = 0.9  # relative difference of two embeddings beyond which neither was trained from the other
 ENGINES_EPSILON = 1e-6  # what the engines assume if a Llama's config.json names no rms_norm_eps
 VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")  # saved with speculators' heads, of no use here
 
@@ -53,6 +56,23 @@ def infer_vocabulary(subject: Subject, translation: Translation) -> None:
         tensors["d2t"] = tensors["d2t"].long()
         if "t2d" not in tensors:
             translation.inferred.append("t2d: from d2t")
+
+
+def share_embedding(subject: Subject, translation: Translation) -> None:
+    """Drop the embedding if it is a copy of the target's; keep another one, unless it is unrelated to the target's."""
+    own, target = translation.tensors.get("embed_tokens.weight"), subject.frozen.embedding.float()
+    if own is None:
+        return
+    # The size of the difference relative to the target's is about 1.4 for unrelated tensors of equal size.
+    away = float((own.float() - target).norm() / target.norm()) if own.shape == target.shape else None
+    if own.shape == target.shape and torch.equal(own, subject.frozen.embedding.to(own.dtype)):
+        del translation.tensors["embed_tokens.weight"]
+        translation.inferred.append("embed_tokens.weight: a copy of the target's, left out")
+    elif away is not None and away > UNRELATED:
+        differs = f"embed_tokens.weight: differs from the target's by {away:.0%}, as that of another target does"
+        translation.refused.append(f"{differs}; one near the target's is allowed: name the target of its training")
+    else:
+        translation.inferred.append("embed_tokens.weight: differs from the target's, kept")
 
 
 def leaving_out(*names: str) -> Step:

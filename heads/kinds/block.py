@@ -103,11 +103,10 @@ class BlockHead(DraftHead):
     shape: BlockShape
 
     def __init__(self, shape: BlockShape, frozen: FrozenTarget, vocab: DraftVocab) -> None:
-        super().__init__()
+        super().__init__(shape, frozen, vocab)
         target = frozen.config
         assert shape.hidden_size == target.hidden_size
-        self.shape, self.target, self.taps, self.vocab = shape, target, shape.taps, vocab
-        self.feature_size, self.max_levels = shape.hidden_size, shape.levels
+        self.taps, self.feature_size, self.max_levels = shape.taps, shape.hidden_size, shape.levels
         eps = shape.eps_of(target)
         self.fc = nn.Linear(len(shape.taps) * target.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden_size, eps)
@@ -119,7 +118,6 @@ class BlockHead(DraftHead):
         self.lm_head = nn.Linear(shape.hidden_size, len(vocab.ids), bias=False) if shape.own_lm_head else None
         self.shared_lm_head: Tensor | None
         shared = None if shape.own_lm_head else frozen.within(vocab).lm_head
-        self.register_buffer("embedding", frozen.embedding, persistent=False)
         self.register_buffer("shared_lm_head", shared, persistent=False)  # [draft_vocab, hidden]
         self.add_rotary(shape)
 
@@ -140,9 +138,8 @@ class BlockHead(DraftHead):
         return block_taps(config)
 
     @classmethod
-    def from_section(cls, section: BlockSection, frozen: FrozenTarget, vocab: DraftVocab) -> "BlockHead":
-        target = frozen.config
-        shape = BlockShape.from_section(
+    def section_shape(cls, section: BlockSection, target: TargetConfig, vocab: DraftVocab) -> BlockShape:
+        return BlockShape.from_section(
             section,
             target,
             target.hidden_size,
@@ -153,7 +150,6 @@ class BlockHead(DraftHead):
             sample_from_anchor=section.sample_from_anchor,
             markov_rank=section.markov_rank,
         )
-        return cls(shape, frozen, vocab)
 
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "BlockHead":
@@ -220,10 +216,6 @@ class BlockHead(DraftHead):
             lm_head.weight = nn.Parameter(self.output_layer, requires_grad=False)
             self.lm_head = lm_head
             self.shared_lm_head = None
-
-    @property
-    def decoder_layers(self) -> Sequence[nn.Module]:
-        return [*self.layers]
 
     @property
     def logits_parameters(self) -> list[Tensor]:

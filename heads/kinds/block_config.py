@@ -12,7 +12,7 @@ from headstart.heads.layers import LayerShape
 from headstart.heads.target_config import TargetConfig
 
 NESTED = "dflash_config"
-OWN_TAPS, LAYER_OUTPUTS, HIDDEN_STATES = "taps", "target_layer_ids", "aux_hidden_state_layer_ids"
+LAYER_OUTPUTS, HIDDEN_STATES = "target_layer_ids", "aux_hidden_state_layer_ids"
 NEEDED = {  # key -> what engines take without it
     "block_size": "SGLang takes 16, speculators 8, vLLM as many slots as it is asked for",
     "mask_token_id": "SGLang takes the token <|MASK|>",
@@ -120,18 +120,11 @@ def block_key(config: dict[str, Any], key: str, default: Any = None) -> Any:
     return default if found is None else found
 
 
-def named_taps(config: dict[str, Any]) -> tuple[int, ...]:
-    """The hidden_states that config.json says the head reads; empty if it names none."""
-    if own := config.get("headstart", {}).get(OWN_TAPS):
-        return tuple(own)
-    if outputs := block_key(config, LAYER_OUTPUTS):
-        return tuple(layer + 1 for layer in outputs)
-    return tuple(config.get(HIDDEN_STATES) or ())
-
-
 def block_taps(config: dict[str, Any]) -> tuple[int, ...]:
     """The hidden_states that the head reads; raises ValueError if config.json does not name them."""
-    if not (taps := named_taps(config)):
+    outputs = block_key(config, LAYER_OUTPUTS, [])
+    own, counted = config.get("headstart", {}).get("taps"), [layer + 1 for layer in outputs]
+    if not (taps := tuple(own or counted or config.get(HIDDEN_STATES) or ())):
         takes = "vLLM would take hidden_states 2, L/2 and L-3 of L layers, SGLang as many as the head has layers"
         raise ValueError(f"config.json lacks {LAYER_OUTPUTS}; {takes}: add the ids that the head was trained with")
     return taps

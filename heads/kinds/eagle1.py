@@ -3,7 +3,6 @@
 The feature is the target's last hidden state after its final norm, so the target's lm_head turns it into logits.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,8 @@ from torch import Tensor, nn
 
 from headstart.heads.base import Features, Hidden, LastHiddenHead, Mask, Positions, Tokens, input_scales
 from headstart.heads.frozen import FrozenTarget, drop_embedding
-from headstart.heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm
+from headstart.heads.layers import Attention, AttentionCache, DecoderLayer, LayerShape
+from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema_heads import Eagle1Section
 
@@ -24,18 +24,12 @@ class Eagle1Shape(LayerShape):
     fc_bias: bool = False  # published heads often have one; we train none because vLLM ignores it
 
 
-class Eagle1Layer(nn.Module):
+class Eagle1Layer(DecoderLayer):
     """A Llama decoder layer without its first norm."""
 
     def __init__(self, shape: Eagle1Shape, eps: float) -> None:
-        super().__init__()
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, eps)
-        self.self_attn = Attention(shape.hidden_size, shape)
-        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
-
-    def forward(self, inputs: Hidden, rotary: Tensor, mask: Tensor | None, cache: AttentionCache | None) -> Hidden:
-        hidden = inputs + self.self_attn(inputs, rotary, mask, cache)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        super().__init__(shape, eps, Attention(shape.hidden_size, shape))
+        self.input_layernorm = nn.Identity()
 
 
 class Eagle1Head(LastHiddenHead):
@@ -45,10 +39,10 @@ class Eagle1Head(LastHiddenHead):
     title = "EAGLE-1"
     shape: Eagle1Shape
 
-    def __init__(self, shape: Eagle1Shape, frozen: FrozenTarget) -> None:
-        super().__init__(frozen, DraftVocab.full(frozen.config.vocab_size))
+    def __init__(self, shape: Eagle1Shape, frozen: FrozenTarget, vocab: DraftVocab) -> None:
+        super().__init__(shape, frozen, vocab)
+        assert vocab.is_full
         assert shape.hidden_size == frozen.config.hidden_size
-        self.shape = shape
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=shape.fc_bias)
         self.layers = nn.ModuleList([Eagle1Layer(shape, shape.eps_of(frozen.config))])
         self.add_rotary(shape)
@@ -59,16 +53,16 @@ class Eagle1Head(LastHiddenHead):
         return True
 
     @classmethod
-    def from_section(cls, section: Eagle1Section, frozen: FrozenTarget, vocab: DraftVocab) -> "Eagle1Head":
-        assert vocab.is_full
-        return cls(Eagle1Shape.from_section(section, frozen.config, frozen.config.hidden_size), frozen)
+    def section_shape(cls, section: Eagle1Section, target: TargetConfig, vocab: DraftVocab) -> Eagle1Shape:
+        return Eagle1Shape.from_section(section, target, target.hidden_size)
 
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "Eagle1Head":
         drop_embedding(tensors, frozen)
         if "fc.bias" in tensors and not tensors["fc.bias"].any():
             del tensors["fc.bias"]
-        return cls(Eagle1Shape.from_config(config, frozen.config, fc_bias="fc.bias" in tensors), frozen)
+        shape = Eagle1Shape.from_config(config, frozen.config, fc_bias="fc.bias" in tensors)
+        return cls(shape, frozen, DraftVocab.full(frozen.config.vocab_size))
 
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
@@ -85,10 +79,6 @@ class Eagle1Head(LastHiddenHead):
         # SGLang's `fc` always has a bias and leaves it uninitialised if the file has none.
         return {"fc.bias": self.fc.weight.new_zeros(self.shape.hidden_size), **self.folded_state()}
 
-    @property
-    def decoder_layers(self) -> Sequence[nn.Module]:
-        return [*self.layers]
-
     def forward(
         self,
         features: Features,
@@ -100,4 +90,4 @@ class Eagle1Head(LastHiddenHead):
     ) -> Hidden:
         both = torch.cat([self.embedding[tokens], features], dim=-1)  # embedding first
         inputs = self.fc(both if self.input_scale is None else both * self.input_scale)
-        return self.layers[0](inputs, self.rotary[positions], mask, cache)
+        return self.layers[0](inputs, self.rotary[positions], mask, cache, 0)

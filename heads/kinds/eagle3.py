@@ -1,6 +1,5 @@
 """EAGLE-3 (arXiv 2503.01840) and 3.1 (2605.09992): one decoder layer over tapped features and the token embedding."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,12 +70,11 @@ class Eagle3Head(LinearStart, LevelHead):
     norm_flags = NORM_FLAGS
     shape: Eagle3Shape
 
-    def __init__(self, shape: Eagle3Shape, target: TargetConfig, vocab: DraftVocab, embedding: Tensor) -> None:
-        """`embedding` is the target's, [vocab, hidden]; the head shares it and neither copies, trains nor saves it."""
-        super().__init__()
-        assert shape.own_embedding or embedding.shape[-1] == shape.hidden_size
-        self.shape, self.target, self.taps, self.vocab = shape, target, shape.taps, vocab
-        self.feature_size = shape.hidden_size
+    def __init__(self, shape: Eagle3Shape, frozen: FrozenTarget, vocab: DraftVocab) -> None:
+        super().__init__(shape, frozen, vocab)
+        target = frozen.config
+        assert shape.own_embedding or target.hidden_size == shape.hidden_size
+        self.taps, self.feature_size = shape.taps, shape.hidden_size
         tapped, eps = len(shape.taps) * target.hidden_size, shape.eps_of(target)
         self.fc = nn.Linear(tapped, shape.hidden_size, bias=False)
         if shape.fc_norm:
@@ -88,7 +86,6 @@ class Eagle3Head(LinearStart, LevelHead):
         self.lm_head = nn.Linear(shape.hidden_size, len(vocab.ids), bias=False)
         if shape.own_embedding:
             self.embed_tokens = nn.Embedding(target.vocab_size, shape.hidden_size)
-        self.register_buffer("embedding", embedding, persistent=False)
         self.add_rotary(shape)
 
     @classmethod
@@ -112,7 +109,7 @@ class Eagle3Head(LinearStart, LevelHead):
         return tuple(named or [layer + 1 for layer in outputs] or target.default_taps())
 
     @classmethod
-    def section_shape(cls, section: Any, target: TargetConfig) -> Eagle3Shape:
+    def section_shape(cls, section: Any, target: TargetConfig, vocab: DraftVocab) -> Eagle3Shape:
         hidden_size = section.hidden_size or target.hidden_size
         return Eagle3Shape.from_section(
             section,
@@ -123,10 +120,6 @@ class Eagle3Head(LinearStart, LevelHead):
             norm_output=section.norms,
             own_embedding=hidden_size != target.hidden_size,
         )
-
-    @classmethod
-    def from_section(cls, section: TappedSection, frozen: FrozenTarget, vocab: DraftVocab) -> "Eagle3Head":
-        return cls(cls.section_shape(section, frozen.config), frozen.config, vocab, frozen.embedding)
 
     @classmethod
     def config_shape(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: TargetConfig) -> Eagle3Shape:
@@ -145,7 +138,7 @@ class Eagle3Head(LinearStart, LevelHead):
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "Eagle3Head":
         vocab = DraftVocab.from_tensors(tensors, frozen.config.vocab_size)
-        return cls(cls.config_shape(config, tensors, frozen.config), frozen.config, vocab, frozen.embedding)
+        return cls(cls.config_shape(config, tensors, frozen.config), frozen, vocab)
 
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
@@ -238,10 +231,6 @@ class Eagle3Head(LinearStart, LevelHead):
         if not self.vocab.is_full:  # vLLM refuses d2t in a head that drafts the whole vocabulary
             tensors |= {"d2t": self.vocab.offsets(), "t2d": self.vocab.members()}
         return tensors
-
-    @property
-    def decoder_layers(self) -> Sequence[nn.Module]:
-        return [self.midlayer]
 
     @property
     def logits_parameters(self) -> list[Tensor]:

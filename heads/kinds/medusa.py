@@ -13,6 +13,7 @@ from torch.nn import functional
 from headstart.heads.base import Features, Hidden, LastHiddenHead, Mask, Positions, Tokens, input_scales
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.layers import AttentionCache
+from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema_heads import MedusaSection
 
@@ -91,9 +92,9 @@ class MedusaHead(LastHiddenHead):
     vocab_map = "token_map"
 
     def __init__(self, shape: MedusaShape, frozen: FrozenTarget, vocab: DraftVocab) -> None:
-        super().__init__(frozen, vocab)
+        super().__init__(shape, frozen, vocab)
         assert shape.hidden_size == frozen.config.hidden_size
-        self.shape, self.max_levels = shape, shape.num_heads
+        self.max_levels = shape.num_heads
         numbers = range(shape.num_heads)
         self.blocks = nn.ModuleList([ResidualBlocks(shape) for _ in numbers])
         hidden, size, rank = shape.hidden_size, len(vocab.ids), shape.lm_head_rank
@@ -109,10 +110,9 @@ class MedusaHead(LastHiddenHead):
         return "medusa_num_heads" in config or config.get("model_type") == "medusa"
 
     @classmethod
-    def from_section(cls, section: MedusaSection, frozen: FrozenTarget, vocab: DraftVocab) -> "MedusaHead":
-        sizes = frozen.config.hidden_size, section.medusa_heads
-        shape = MedusaShape(*sizes, num_layers=1, lm_head_rank=section.lm_head_rank)
-        return cls(shape, frozen, vocab)
+    def section_shape(cls, section: MedusaSection, target: TargetConfig, vocab: DraftVocab) -> MedusaShape:
+        sizes = target.hidden_size, section.medusa_heads
+        return MedusaShape(*sizes, num_layers=1, lm_head_rank=section.lm_head_rank)
 
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "MedusaHead":

@@ -123,7 +123,7 @@ class MtpHead(LastHiddenHead):
 
         Raises ValueError for a target without such a layer, or with one that cannot be a head.
         """
-        super().__init__(frozen, DraftVocab.full(frozen.config.vocab_size))
+        super().__init__(None, frozen, DraftVocab.full(frozen.config.vocab_size))
         # A head's own weights are dense, whatever the target's are.
         self.text = {key: value for key, value in text.items() if key != "quantization_config"}
         stored = [name for name in mtp_names(names, frozen.config.num_layers) if not name.endswith(SCALE_SUFFIXES)]

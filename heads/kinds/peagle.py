@@ -3,8 +3,7 @@
 A level below the first reads a mask entry: the embedding of a mask token and a learned vector in place of the taps.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,9 +47,9 @@ class PEagleHead(Eagle3Head):
     max_layers = None
     shape: PEagleShape
 
-    def __init__(self, shape: PEagleShape, target: TargetConfig, vocab: DraftVocab, embedding: Tensor) -> None:
-        super().__init__(shape, target, vocab, embedding)
-        self.max_levels, eps = shape.depths, shape.eps_of(target)
+    def __init__(self, shape: PEagleShape, frozen: FrozenTarget, vocab: DraftVocab) -> None:
+        super().__init__(shape, frozen, vocab)
+        self.max_levels, eps = shape.depths, shape.eps_of(frozen.config)
         later = {str(number): Attention(shape.hidden_size, shape) for number in range(1, shape.num_layers)}
         self.layers = nn.ModuleDict({number: DecoderLayer(shape, eps, each) for number, each in later.items()})
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, self.fc.in_features))  # in place of the taps
@@ -61,16 +60,11 @@ class PEagleHead(Eagle3Head):
         return named or any(key in config for key in MASK_TOKEN_KEYS[1:])
 
     @classmethod
-    def section_shape(cls, section: Any, target: TargetConfig) -> PEagleShape:
-        sizes = {**vars(super().section_shape(section, target)), "norm_output": False}  # no level reads an output
-        mask_token_id = section.mask_token_id or 0  # `from_section` replaces the default
-        return PEagleShape(**sizes, num_layers=section.num_layers, mask_token_id=mask_token_id, depths=section.depths)
-
-    @classmethod
-    def from_section(cls, section: Any, frozen: FrozenTarget, vocab: DraftVocab) -> "PEagleHead":
-        shape = cls.section_shape(section, frozen.config)
-        token = mask_token(section.mask_token_id, frozen.config, vocab.ids)
-        return cls(replace(shape, mask_token_id=token), frozen.config, vocab, frozen.embedding)
+    def section_shape(cls, section: Any, target: TargetConfig, vocab: DraftVocab) -> PEagleShape:
+        # No level reads an output, which a norm would change.
+        sizes = {**vars(super().section_shape(section, target, vocab)), "norm_output": False}
+        token = mask_token(section.mask_token_id, target, vocab.ids)
+        return PEagleShape(**sizes, num_layers=section.num_layers, mask_token_id=token, depths=section.depths)
 
     @classmethod
     def config_shape(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: TargetConfig) -> PEagleShape:
@@ -112,10 +106,6 @@ class PEagleHead(Eagle3Head):
 
     def own_keys(self) -> dict[str, Any]:
         return {} if self.shape.depths is None else {"depths": self.shape.depths}
-
-    @property
-    def decoder_layers(self) -> Sequence[nn.Module]:
-        return [self.midlayer, *self.layers.values()]
 
     def forward(
         self,

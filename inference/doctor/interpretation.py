@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headstart.heads.base import DraftHead
 from headstart.heads.files import HeadFiles
-from headstart.heads.formats.kinds.registry import layout_of
+from headstart.heads.formats.layouts import layout_of
 from headstart.heads.formats.published import translate
 from headstart.heads.formats.subject import Subject
 from headstart.heads.frozen import FrozenTarget

@@ -23,7 +23,7 @@ from seeing_target import build_seeing_target
 from transformers import LlamaForCausalLM
 
 from headstart.heads.formats.card import acceptance_lengths
-from headstart.heads.formats.export import export, refuse_unservable, violations_by_engine
+from headstart.heads.formats.export import checked_engines, export
 from headstart.heads.formats.layouts import FORMATS
 from headstart.heads.formats.lint import lint
 from headstart.heads.frozen import FrozenTarget
@@ -34,10 +34,9 @@ from headstart.trainers import run
 
 MakeHead = Callable[..., Any]
 NOT_EAGLE3 = {"speculators": "EAGLE-3 of the target's width"}
-NO_MEDUSA = {**dict.fromkeys(("sglang", "tensorrt_llm"), "only vllm can serve"), "gguf": "of kind medusa", **NOT_EAGLE3}
-NO_PEAGLE = NO_MEDUSA | {"gguf": "of kind peagle"}
-NO_BLOCK = {"tensorrt_llm": "only vllm, sglang can serve", "gguf": "of kind block"}
-NO_EAGLE1 = {**NO_BLOCK, "gguf": "of kind eagle1", **NOT_EAGLE3}
+ONLY_VLLM = dict.fromkeys(("sglang", "tensorrt_llm", "gguf"), "only vllm can serve") | NOT_EAGLE3
+NO_BLOCK = dict.fromkeys(("tensorrt_llm", "gguf"), "only vllm, sglang can serve")
+NO_EAGLE1 = NO_BLOCK | NOT_EAGLE3
 SKIPS_FC = "skips fc if its input is as wide as the head"
 HEADS = EVERY_HEAD | {"one tap": {"taps": (3,)}, "eagle1 bias": {"kind": "eagle1", "fc_bias": True}}
 REFUSED = {  # head -> format -> what the refusal names
@@ -47,11 +46,11 @@ REFUSED = {  # head -> format -> what the refusal names
     "narrow": NOT_EAGLE3,
     "3.1": {"gguf": "fc_norm: .*llama.cpp has no such norm.*norm_output"},
     "five taps": {"gguf": "builds fc for 3 hidden states"},
-    "peagle": NO_PEAGLE,
-    "peagle limited": NO_PEAGLE,
-    "medusa": NO_MEDUSA,
-    "medusa layers": NO_MEDUSA,
-    "medusa limited": NO_MEDUSA | {"vllm": "vLLM refuses heads that score only some"},
+    "peagle": ONLY_VLLM,
+    "peagle limited": ONLY_VLLM,
+    "medusa": ONLY_VLLM,
+    "medusa layers": ONLY_VLLM,
+    "medusa limited": ONLY_VLLM | {"vllm": "vLLM refuses heads that score only some"},
     "dspark": NO_BLOCK,
     "dspark limited": NO_BLOCK,
     "dflash": NO_BLOCK,
@@ -92,10 +91,7 @@ def test_every_format_serves_a_head_as_trained_or_is_refused(
     head = make_head(**HEADS[kind])
 
     def check(name: str) -> None:
-        refuse_unservable(
-            ExportSection.model_validate({"format": name}),
-            violations_by_engine(name, files_in_memory(head, name), frozen),
-        )
+        checked_engines(ExportSection.model_validate({"format": name}), files_in_memory(head, name), frozen)
 
     for name in FORMATS:
         if reason := REFUSED.get(kind, {}).get(name):

@@ -249,7 +249,7 @@ def test_logits_that_are_not_the_lm_heads_are_refused_with_their_difference(froz
     last_hidden = torch.randn(3, 32)
     own = frozen.logits(last_hidden)
     frozen.refuse_other_logits(own + 1e-4, last_hidden, 0.01)
-    with pytest.raises(ValueError, match=r"'llama' model .* differ by 75\.0%, all by the factor 4\)"):
+    with pytest.raises(ValueError, match=r"'llama' model .* differ by 75\.0%\)"):
         frozen.refuse_other_logits(4 * own, last_hidden, 0.01)
     with pytest.raises(ValueError, match=r"differ by \d+\.\d%\); such models"):
         frozen.refuse_other_logits(torch.randn_like(own), last_hidden, 0.01)

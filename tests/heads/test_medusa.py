@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headstart.heads.base import LevelHead
 from headstart.heads.calibration import search_tree
-from headstart.heads.formats.layouts import FORMATS
+from headstart.heads.formats.layouts import files_in_format
 from headstart.heads.formats.subject import ServedTarget
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import head_from_files, load_head_for, new_head, save_head
@@ -249,7 +249,7 @@ def test_a_recipe_with_searched_growth_uses_the_tree_that_calibration_found(
 
 def test_exports_of_low_rank_heads_hold_full_lm_heads(make_head: MakeHead, frozen: FrozenTarget) -> None:
     head = make_head("medusa", lm_head_rank=4)
-    config, tensors = FORMATS["vllm"].files(head, ServedTarget("target", [], 3))
+    config, tensors = files_in_format("vllm", head, ServedTarget("target", [], 3))
     whole = head_from_files(Path("vllm"), config, tensors, frozen)
     assert whole.shape == replace(head.shape, lm_head_rank=None)
     torch.testing.assert_close(logits(whole), logits(head), atol=1e-4, rtol=1e-4)

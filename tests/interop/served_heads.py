@@ -87,7 +87,7 @@ def changed(
     """The bundled head with these weights, this draft vocabulary and these fields of its shape replaced."""
     old = demo_head(frozen)
     vocab = vocab or old.vocab
-    head = Eagle3Head(dataclasses.replace(old.shape, **shape), frozen.config, vocab, frozen.embedding)
+    head = Eagle3Head(dataclasses.replace(old.shape, **shape), frozen, vocab)
     state = {**old.state_dict(), "lm_head.weight": old.lm_head.weight[vocab.ids], **weights}
     head.load_state_dict({parameter: state[parameter] for parameter in head.state_dict()})
     return saved(head, name)

@@ -1,8 +1,8 @@
 """The law of decoding: a drafter changes how fast a text is written, never a token of it, however it is sampled."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -108,9 +108,9 @@ def test_plain_decoding_equals_one_full_forward_per_token(target: TargetModel, p
 
 def random_head(target: TargetModel) -> Eagle3Head:
     """A head with random weights for any target; it uses a default rotary embedding instead of the target's."""
-    config = dataclasses.replace(target.config, rope=Rope())
-    shape = Eagle3Shape(hidden_size=32, intermediate_size=40, num_heads=4, num_kv_heads=2, head_dim=8, taps=target.taps)
-    head = Eagle3Head(shape, config, DraftVocab.full(97), target.model.get_input_embeddings().weight)
+    sizes: dict[str, Any] = {"intermediate_size": 40, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    shape = Eagle3Shape(hidden_size=32, **sizes, taps=target.taps, rope=Rope())
+    head = Eagle3Head(shape, target.frozen, DraftVocab.full(97))
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.3)
     return head.eval().requires_grad_(False)

@@ -13,7 +13,7 @@ from torch import Tensor
 from headstart.heads.base import DraftHead
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats.export import CONVERTER, export
-from headstart.heads.formats.layouts import FORMATS
+from headstart.heads.formats.layouts import files_in_format
 from headstart.heads.formats.subject import ServedTarget
 from headstart.heads.kinds.block_attention import Reach
 from headstart.heads.kinds.checkpoint import save_head
@@ -64,7 +64,7 @@ def exported(head: DraftHead, run: Path, target: Path, name: str, /, **fields: A
 
 
 def files_in_memory(head: DraftHead, name: str) -> HeadFiles:
-    config, tensors = FORMATS[name].files(head, ServedTarget("target", ["LlamaForCausalLM"], draft_tokens=3))
+    config, tensors = files_in_format(name, head, ServedTarget("target", ["LlamaForCausalLM"], draft_tokens=3))
     return HeadFiles(Path("head"), json.loads(json.dumps(config)), {key: each.clone() for key, each in tensors.items()})
 
 

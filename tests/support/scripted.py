@@ -215,7 +215,7 @@ class HalfRightHead(Eagle3Head):
         sizes = Eagle3Shape(
             hidden_size=32, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=8, taps=target.taps
         )
-        super().__init__(sizes, target.config, DraftVocab.full(VOCAB), target.model.get_input_embeddings().weight)
+        super().__init__(sizes, target.frozen, DraftVocab.full(VOCAB))
         length = max(map(len, texts)) + 40
         self.table = torch.randn(length, VOCAB, generator=torch.Generator().manual_seed(0))  # [positions, vocab]
         self.next = torch.full((length, VOCAB), -1)

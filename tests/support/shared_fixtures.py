@@ -158,6 +158,7 @@ def make_head(frozen: FrozenTarget) -> HeadFactory:
 
     def make(kind: str = "eagle3", seed: int = 1, vocab: DraftVocab | None = None, **shape: Any) -> DraftHead:
         config = frozen.config
+        vocab = vocab or DraftVocab.full(config.vocab_size)
         sizes: dict[str, Any] = {
             "hidden_size": config.hidden_size,
             "intermediate_size": 40,
@@ -167,7 +168,7 @@ def make_head(frozen: FrozenTarget) -> HeadFactory:
         }
         if kind == "medusa":
             medusa = MedusaShape(**{"hidden_size": config.hidden_size, "num_heads": 3, "num_layers": 1, **shape})
-            head: DraftHead = MedusaHead(medusa, frozen, vocab or DraftVocab.full(config.vocab_size))
+            head: DraftHead = MedusaHead(medusa, frozen, vocab)
         elif kind == "block":
             block = {
                 "reaches": (Reach(), Reach()),
@@ -177,16 +178,14 @@ def make_head(frozen: FrozenTarget) -> HeadFactory:
                 "taps": TAPS,
                 **shape,
             }
-            head = BlockHead(BlockShape(**block), frozen, vocab or DraftVocab.full(config.vocab_size))
+            head = BlockHead(BlockShape(**block), frozen, vocab)
         elif kind == "peagle":
             peagle = {**sizes, "taps": TAPS, "num_layers": 2, "mask_token_id": 96, "depths": 4, **shape}
-            full = DraftVocab.full(config.vocab_size)
-            head = PEagleHead(PEagleShape(**peagle), config, vocab or full, frozen.embedding)
+            head = PEagleHead(PEagleShape(**peagle), frozen, vocab)
         elif kind == "eagle1":
-            head = Eagle1Head(Eagle1Shape(**{**sizes, **shape}), frozen)
+            head = Eagle1Head(Eagle1Shape(**{**sizes, **shape}), frozen, vocab)
         else:
-            full, sizes = DraftVocab.full(config.vocab_size), {**sizes, "taps": TAPS, **shape}
-            head = Eagle3Head(Eagle3Shape(**sizes), config, vocab or full, frozen.embedding)
+            head = Eagle3Head(Eagle3Shape(**{**sizes, "taps": TAPS, **shape}), frozen, vocab)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in head.parameters():

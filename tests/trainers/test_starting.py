@@ -97,7 +97,7 @@ def test_a_published_head_keeps_what_no_recipe_can_say(
     """A norm over all taps together, as some published EAGLE-3 heads have one."""
     plain = new_head(Eagle3Section(kind="eagle3"), frozen, DraftVocab.full(300), seed=1)
     assert isinstance(plain, Eagle3Head)
-    published = Eagle3Head(replace(plain.shape, norm_before_fc=True), frozen.config, plain.vocab, frozen.embedding)
+    published = Eagle3Head(replace(plain.shape, norm_before_fc=True), frozen, plain.vocab)
     published.load_state_dict(plain.state_dict(), strict=False)
     save_head(published, tmp_path / "published")
     recipe = make_recipe("run", f"train.start_from={tmp_path / 'published'}", "head.draft_vocab_size=null")

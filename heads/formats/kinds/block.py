@@ -23,8 +23,14 @@ from headstart.heads.formats.subject import (
     config_error,
     tensor_error,
 )
-from headstart.heads.formats.translation import VERIFIER, infer_attention, infer_rope, infer_vocabulary, leaving_out
-from headstart.heads.frozen import is_copy
+from headstart.heads.formats.translation import (
+    VERIFIER,
+    infer_attention,
+    infer_rope,
+    infer_vocabulary,
+    leaving_out,
+    share_embedding,
+)
 from headstart.heads.kinds.block import CONFIDENCE, BlockHead
 from headstart.heads.kinds.block_attention import Reach
 from headstart.heads.kinds.block_config import (
@@ -48,10 +54,6 @@ ARCHITECTURES = {"DFlashDraftModel", "Qwen3DSparkModel", "DFlashSpeculator", "DS
 
 def is_block(files: HeadFiles) -> bool:
     return is_block_config(files.config) or "hidden_norm.weight" in files.names
-
-
-def is_speculators_block(files: HeadFiles) -> bool:
-    return is_block(files) and "speculators_model_type" in files.config
 
 
 def block_size(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -206,23 +208,6 @@ def infer_slots(subject: Subject, translation: Translation) -> None:
         translation.inferred.append(f"taps: hidden_states {list(subject.taps)}, from {key}")
 
 
-def share_target_tensors(subject: Subject, translation: Translation) -> None:
-    """Drop copies of the target's embedding and lm_head, which our block heads share."""
-    tensors, frozen = translation.tensors, subject.frozen
-    own = tensors.pop("embed_tokens.weight", None)
-    if own is not None and not is_copy(own, frozen.embedding):
-        allowed = "only a copy of it is allowed: name the head's own target"
-        translation.refused.append(f"embed_tokens.weight: differs from the target's; {allowed}")
-    elif own is not None:
-        translation.inferred.append("embed_tokens.weight: a copy of the target's, left out")
-    if "d2t" not in tensors and "lm_head.weight" in tensors and is_copy(tensors["lm_head.weight"], frozen.lm_head):
-        del tensors["lm_head.weight"]
-        translation.inferred.append("lm_head.weight: a copy of the target's, left out")
-    if "d2t" in tensors and len(tensors["d2t"]) == frozen.config.vocab_size:  # speculators writes one for all tokens
-        del tensors["d2t"]
-        tensors.pop("t2d", None)
-
-
 def speculators_block_files(head: BlockHead, target: ServedTarget) -> Files:
     """The files that speculators and vLLM load as one model, as speculators' dspark or dflash."""
     if any(reach.causal for reach in head.shape.reaches if reach.window is None):
@@ -308,7 +293,7 @@ STEPS: tuple[Step, ...] = (
     infer_rope,
     infer_attention,
     infer_slots,
-    share_target_tensors,
+    share_embedding,
     infer_vocabulary,
     leaving_out(*VERIFIER, *CONFIDENCE),
 )
@@ -327,7 +312,7 @@ BLOCK = Layout(
 SPECULATORS_BLOCK = replace(
     BLOCK,
     name="speculators_block",
-    recognises=is_speculators_block,
+    recognises=lambda files: is_block(files) and "speculators_model_type" in files.config,
     rules=dict.fromkeys(("vllm", "speculators"), (*RULES, draft_length, config_rules.speculators_verifier)),
     commands={"vllm": commands.speculators_vllm_command, "speculators": speculators_command},
     write=speculators_block_files,

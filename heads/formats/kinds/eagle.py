@@ -24,21 +24,19 @@ from headstart.heads.formats.subject import (
     config_error,
     tensor_error,
 )
-from headstart.heads.formats.translation import VERIFIER, infer_attention, infer_rope, infer_vocabulary, leaving_out
+from headstart.heads.formats.translation import (
+    VERIFIER,
+    infer_attention,
+    infer_rope,
+    infer_vocabulary,
+    leaving_out,
+    share_embedding,
+)
 from headstart.heads.kinds.eagle1 import Eagle1Head, Eagle1Shape
 from headstart.heads.kinds.eagle3 import NORM_FLAGS, TAPS, Eagle3Head, Eagle3Shape
 from headstart.heads.kinds.peagle import MASK_TOKEN_KEYS, PEagleHead, PEagleShape, named_mask_token
 
-UNRELATED = 0.9  # relative difference of two embeddings beyond which neither was trained from the other
 EAGLE3_KEYS = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-
-
-def is_eagle1(files: HeadFiles) -> bool:
-    return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= files.names
-
-
-def is_peagle(files: HeadFiles) -> bool:
-    return "mask_hidden" in files.names and not is_speculators(files)
 
 
 def is_eagle3(files: HeadFiles) -> bool:
@@ -79,10 +77,9 @@ def speculators_files(head: Eagle3Head, target: ServedTarget) -> Files:
 
 
 def eagle1_shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
-    frozen, _ = tensor_rules.sized_target(subject, subject.config["hidden_size"])
-    return tensor_rules.shapes_of(
-        Eagle1Head(Eagle1Shape.from_config(tensor_rules.layer_sizes(subject), frozen.config), frozen)
-    )
+    frozen, vocab = tensor_rules.sized_target(subject, subject.config["hidden_size"])
+    shape = Eagle1Shape.from_config(tensor_rules.layer_sizes(subject), frozen.config)
+    return tensor_rules.shapes_of(Eagle1Head(shape, frozen, vocab))
 
 
 def eagle3_shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
@@ -95,10 +92,10 @@ def eagle3_shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
         norm_before_fc=bool(config.get("norm_before_fc") or subject.eagle_config.get("norm_before_fc")),
         own_embedding=config["hidden_size"] != frozen.config.hidden_size,
     )
-    head = Eagle3Head(shape, frozen.config, vocab, frozen.embedding)
+    head = Eagle3Head(shape, frozen, vocab)
     if subject.layout.kind is PEagleHead:
         more = PEagleShape(**vars(shape), num_layers=config["num_hidden_layers"], mask_token_id=0)
-        head = PEagleHead(more, frozen.config, vocab, frozen.embedding)
+        head = PEagleHead(more, frozen, vocab)
     shapes = tensor_rules.shapes_of(head)
     return shapes if len(vocab.ids) == config["vocab_size"] else {**shapes, "d2t": (len(vocab.ids),)}
 
@@ -186,23 +183,6 @@ def infer_taps(subject: Subject, translation: Translation) -> None:
     translation.config[TAPS] = taps
 
 
-def share_embedding(subject: Subject, translation: Translation) -> None:
-    """Drop the embedding if it is a copy of the target's; keep another one, unless it is unrelated to the target's."""
-    own, target = translation.tensors.get("embed_tokens.weight"), subject.frozen.embedding.float()
-    if own is None:
-        return
-    # The size of the difference relative to the target's is about 1.4 for unrelated tensors of equal size.
-    away = float((own.float() - target).norm() / target.norm()) if own.shape == target.shape else None
-    if own.shape == target.shape and torch.equal(own, subject.frozen.embedding.to(own.dtype)):
-        del translation.tensors["embed_tokens.weight"]
-        translation.inferred.append("embed_tokens.weight: a copy of the target's, left out")
-    elif away is not None and away > UNRELATED:
-        differs = f"embed_tokens.weight: differs from the target's by {away:.0%}, as that of another target does"
-        translation.refused.append(f"{differs}; one near the target's is allowed: name the target of its training")
-    else:
-        translation.inferred.append("embed_tokens.weight: differs from the target's, kept")
-
-
 def flatten_norms(subject: Subject, translation: Translation) -> None:
     if subject.eagle_config.get("norm_before_fc"):
         translation.config["norm_before_fc"] = True
@@ -238,7 +218,7 @@ EAGLE3_STEPS: tuple[Step, ...] = (*STEPS, infer_taps, infer_vocabulary, flatten_
 EAGLE1 = Layout(
     name="eagle1",
     kind=Eagle1Head,
-    recognises=is_eagle1,
+    recognises=lambda files: {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= files.names,
     rules=dict.fromkeys(("vllm", "sglang"), (*SHARED, other_embedding, eagle1_bias)),
     commands={"vllm": partial(commands.vllm_command, "eagle"), "sglang": partial(commands.sglang_command, "EAGLE")},
     steps=(*STEPS, share_embedding),
@@ -278,7 +258,7 @@ PEAGLE = replace(
     EAGLE3,
     name="peagle",
     kind=PEagleHead,
-    recognises=is_peagle,
+    recognises=lambda files: "mask_hidden" in files.names and not is_speculators(files),
     rules={"vllm": (*RULES, mask_token)},  # no other engine has its drafting pass
     commands={"vllm": partial(commands.vllm_command, "eagle3", parallel_drafting=True)},
     steps=(*EAGLE3.steps, refuse_mask_token),

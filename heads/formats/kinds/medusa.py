@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from headstart.heads.files import HeadFiles
 from headstart.heads.formats import config_rules, tensor_rules
 from headstart.heads.formats.commands import vllm_command
 from headstart.heads.formats.subject import (
@@ -66,10 +65,6 @@ def bias(subject: Subject, engine: str) -> Iterator[Violation]:
     if not named and MedusaShape.of_tensors(subject.tensors, subject.frozen.config.hidden_size).bias:
         allowed = "true is required: the blocks have biases, and vLLM silently drops them without this key"
         yield config_error(engine, "medusa_fc_bias", named, allowed)
-
-
-def is_medusa(files: HeadFiles) -> bool:
-    return any(map(BLOCK.fullmatch, files.names))
 
 
 def shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
@@ -136,7 +131,7 @@ RULES: tuple[Rule, ...] = (
 MEDUSA = Layout(
     name="medusa",
     kind=MedusaHead,
-    recognises=is_medusa,
+    recognises=lambda files: any(map(BLOCK.fullmatch, files.names)),
     rules={"vllm": RULES},
     commands={"vllm": command},
     steps=(infer_medusa_sizes, sort_token_map),

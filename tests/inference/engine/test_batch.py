@@ -132,7 +132,7 @@ def chi_square(target: TargetModel, growth: GrowthPolicy, sampling: Sampling, nu
     sizes = Eagle3Shape(
         hidden_size=16, intermediate_size=16, num_heads=1, num_kv_heads=1, head_dim=16, taps=target.taps
     )
-    head = Eagle3Head(sizes, target.config, DraftVocab.full(5), target.model.get_input_embeddings().weight)
+    head = Eagle3Head(sizes, target.frozen, DraftVocab.full(5))
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.3)
     drafter, prompt = HeadDrafter(head.requires_grad_(False), growth), [1, 4, 2]

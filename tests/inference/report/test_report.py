@@ -91,8 +91,6 @@ def test_the_card_of_an_export_shows_figures_of_its_own_head_only(trained: Recip
         row = f"| {o.method} | {o.temperature:g} | {o.batch} | 1 | {o.stats.acceptance_length:.2f} | {ratio:.2f} |"
         assert row in card
     assert f"on prompts of `{trained.data.heldout_prompts}`, at most 8 new tokens each" in card
-    for o in filter(lambda outcome: outcome.published, outcomes):  # on a slow machine drafts may not pay
-        assert f"| {o.method} | {o.temperature:g} | {o.batch} | {o.published['Average_AL']:.2f} | " in card
     shutil.copytree(trained.head_dir, trained.run_dir / "copy")
     assert measured(head=trained.run_dir / "copy").startswith("Not measured.")
     (trained.head_dir / "model.safetensors").touch()  # trained again since the report
