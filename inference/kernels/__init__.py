@@ -6,7 +6,7 @@ Code elsewhere imports only the names below, from here.
 
 from headstart.inference.kernels.attention import can_attend, ordered_attention
 from headstart.inference.kernels.fast_layers import (
-    Fused,
+    FusedForward,
     epsilon,
     fused_gpu,
     gated_on_gpu,
@@ -33,7 +33,7 @@ __all__ = [
     "Difference",
     "EightBits",
     "FastForm",
-    "Fused",
+    "FusedForward",
     "Threads",
     "Trace",
     "attention_outside_graph",

@@ -196,12 +196,20 @@ def as_linear(layer: Any) -> nn.Linear:
     return linear
 
 
-class Fused:
-    """Replaces a layer's forward by a fused computation, except in training."""
+class FusedForward:
+    """Replaces a module's forward by a fused computation, except in training."""
+
+    def __init__(self, module: Any, whole: nn.Linear | None = None) -> None:
+        """`whole` computes a layer together with its siblings, or all projections of an attention's input."""
+        self.module, self.whole = module, whole
+
+
+class Fused(FusedForward):
+    """`compute` in place of a layer's own forward."""
 
     def __init__(self, module: nn.Module, compute: Callable[..., Tensor], whole: nn.Linear | None = None) -> None:
-        """`whole` has the outputs of this layer and its siblings, if it is computed together with them."""
-        self.module, self.compute, self.whole = module, compute, whole
+        super().__init__(module, whole)
+        self.compute = compute
 
     def __call__(self, inputs: Tensor) -> Tensor:
         if torch.is_grad_enabled():
@@ -315,7 +323,11 @@ def gated_mlp(module: Any, inputs: Tensor) -> Tensor:
 @contextmanager
 def own_layers_of(model: nn.Module) -> Iterator[None]:
     """Within this context fused layers run their own code, as in a baseline."""
-    fused = {module: forward for module in model.modules() if isinstance(forward := vars(module).get("forward"), Fused)}
+    fused = {
+        module: forward
+        for module in model.modules()
+        if isinstance(forward := vars(module).get("forward"), FusedForward)
+    }
     for module in fused:
         del vars(module)["forward"]
     try:

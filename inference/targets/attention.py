@@ -24,7 +24,7 @@ from headstart.heads.layers import Attention, attention, fold_heads, fold_mask, 
 from headstart.inference.core.cache import KVCache, SlotLayer, Slots
 from headstart.inference.core.side_by_side import PackedMask
 from headstart.inference.kernels import (
-    Fused,
+    FusedForward,
     attention_outside_graph,
     can_attend,
     epsilon,
@@ -189,12 +189,12 @@ def attention_by_parts(
     return (mixed * weights).sum(0, keepdim=True).to(query.dtype)
 
 
-class FusedAttention(Fused):
+class FusedAttention(FusedForward):
     """Replaces the forward of an attention in decoding: the norms of queries and keys, the rotary embedding and the
     write to the cache are one kernel."""
 
     def __init__(self, module: Any, whole: nn.Linear) -> None:
-        super().__init__(module, grouped_attention, whole)
+        super().__init__(module, whole)
         has_norms = hasattr(module, "q_norm")
         self.norms = (module.q_norm.weight, module.k_norm.weight, epsilon(module.q_norm)) if has_norms else None
 
@@ -206,7 +206,7 @@ class FusedAttention(Fused):
         past_key_values: Any = None,
         **options: Any,
     ) -> tuple[Float[Tensor, "rows block hidden"], None]:
-        module: Any = self.module
+        module = self.module
         slots = slots_in(past_key_values, module.layer_idx, hidden_states.device)
         if slots is None or torch.is_grad_enabled():
             own, cache = type(module).forward, past_key_values
@@ -221,10 +221,10 @@ class FusedAttention(Fused):
         return module.o_proj(mixed.reshape(rows, block, -1)), None
 
 
-class FusedHeadAttention(Fused):
+class FusedHeadAttention(FusedForward):
     """`FusedAttention` for the attention of a head."""
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self,
         inputs: Float[Tensor, "rows block input"],
         rotary: Float[Tensor, "*rows block double"],
@@ -232,7 +232,7 @@ class FusedHeadAttention(Fused):
         cache: Any,
         layer: int = 0,
     ) -> Float[Tensor, "rows block hidden"]:
-        module: Any = self.module
+        module = self.module
         if not isinstance(cache, Slots) or torch.is_grad_enabled():
             found: Tensor = type(module).forward(module, inputs, rotary, mask, cache, layer)
             return found
@@ -242,7 +242,7 @@ class FusedHeadAttention(Fused):
         keys, values = cache.with_block(cache.layers[layer], inputs.shape[1])
         joint = self.whole(inputs)
         query = fused_gpu().rotate_and_store(joint, (cosines, sines), None, (keys, values), cache.starts, cache.pending)
-        return module.o_proj(attention(query, keys, values, mask).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return module.o_proj(attention(query, keys, values, mask).transpose(1, 2).flatten(2))
 
 
 def fuse_head(head: nn.Module, kinds: set[str]) -> None:
@@ -251,7 +251,7 @@ def fuse_head(head: nn.Module, kinds: set[str]) -> None:
         gated_on_gpu(head)
     for each in head.modules() if ROTARY in kinds else ():
         if type(each) is Attention and (whole := whole_of(each.q_proj)) is not None:
-            vars(each)["forward"] = FusedHeadAttention(each, grouped_attention, whole)
+            vars(each)["forward"] = FusedHeadAttention(each, whole)
 
 
 def slots_in(cache: Any, layer: int, device: torch.device) -> Slots | None:

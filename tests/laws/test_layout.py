@@ -66,7 +66,7 @@ BUDGETS = {
     "inference/engine": 1_734,
     "inference/generate": 1_181,
     "inference/images": 454,
-    "inference/kernels": 2_114,
+    "inference/kernels": 2_126,
     "inference/report": 1_128,
     "inference/serve": 1_701,
     "inference/serve/api": 1_867,
