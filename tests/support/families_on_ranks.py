@@ -59,7 +59,11 @@ def held_shares(folder: Path) -> list[float]:
         return sum(each.numel() for each in local) / sum(each.numel() for each in weights)
 
     before = share()
-    shared.ranks.carry_out(lambda texts: tap(shared, texts), lambda ask: ask(TEXTS))
+
+    def work(texts):
+        return tap(shared, texts)
+
+    shared.ranks.carry_out(work, lambda ask: ask(TEXTS))
     return [before, share()]
 
 

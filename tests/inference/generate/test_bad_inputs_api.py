@@ -243,7 +243,7 @@ def test_the_parts_of_a_model_are_checked(
 ) -> None:
     plain, untapped = make_model(), TargetModel(make_model(), ())
     cases: list[tuple[Callable[[], object], Says]] = [
-        (lambda: SpeculativeModel(plain), Says("target", "LlamaForCausalLM", "a TargetModel", "TargetModel(model")),  # type: ignore[arg-type]
+        (lambda: SpeculativeModel(plain), Says("target", "LlamaForCausalLM", "a TargetModel", "TargetModel(model")),
         (lambda: SpeculativeModel("x"), Says("target", "str", "a TargetModel", "SpeculativeModel.from_folders")),  # type: ignore[arg-type]
         (lambda: SpeculativeModel(target, max_batch=0), Says("max_batch", "0", "1 or more", "leave it out")),
         (lambda: DecodeLoop(target, max_batch=0), Says("max_batch", "0", "1 or more", "is allowed")),

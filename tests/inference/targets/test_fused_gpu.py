@@ -36,7 +36,10 @@ from headstart.inference.targets.model import TargetModel
 KERNELS = ("normalise", "gate", "rotate")
 ALL = set(FUSED)
 DTYPES = st.sampled_from([torch.float32, torch.float16])
-CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float16: {"rtol": 4e-3, "atol": 4e-3}}
+CLOSE: dict[torch.dtype, Any] = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.float16: {"rtol": 4e-3, "atol": 4e-3},
+}
 few = settings(max_examples=30, deadline=None)
 
 
