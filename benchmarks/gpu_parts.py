@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.data_pipelines.features.batches import Batch, Sample
+from headstart.data_pipelines.features.batches import Sample, TrainingBatch
 from headstart.data_pipelines.features.features import tap
 from headstart.heads.base import DraftHead
 from headstart.heads.frozen import FrozenTarget
@@ -316,8 +316,8 @@ class Lesson:
         ]
         return cls(recipe, frozen, head, samples)
 
-    def collate(self) -> Batch:
-        return Batch.collate(self.samples, torch.float32, DEVICE)
+    def collate(self) -> TrainingBatch:
+        return TrainingBatch.collate(self.samples, torch.float32, DEVICE)
 
     def stepping(self, precision: str) -> Callable[[], float]:
         """An optimizer step as trainers/step.py computes it, as a call that returns the loss."""

@@ -48,7 +48,7 @@ from headstart.inference.engine.loop import loop_of
 from headstart.inference.generate.loading import OWN_HEAD, taps_to_read
 from headstart.inference.report.command import machine, report_prompts
 from headstart.inference.report.methods import Method, build_methods
-from headstart.inference.report.questions import Chat
+from headstart.inference.report.questions import QuestionTemplate
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import has_bfloat16
 from headstart.inference.targets.model import TargetModel
@@ -266,7 +266,7 @@ def run(recipe: Recipe, llama: LlamaCpp) -> None:
             add("bf16", "our head", "-md", str(head), "--spec-type", "draft-eagle3")
         add("q8_0", "plain")
         template = ChatTemplate.of(recipe.target)
-        chat = Chat(template, TargetConfig.from_folder(target).max_positions - most)
+        chat = QuestionTemplate(template, TargetConfig.from_folder(target).max_positions - most)
         prompts = [chat.shortened(each).tokens for each in report_prompts(recipe, template)]
         measure(rows, prompts)
     about = ", ".join(f"{name} {value}" for name, value in machine().items())

@@ -23,7 +23,7 @@ from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.model import SpeculativeModel
-from headstart.inference.report.questions import Chat, Prompt, read_questions
+from headstart.inference.report.questions import Prompt, QuestionTemplate, read_questions
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.recipes.schema import DecodeSection, TargetSection
 
@@ -70,7 +70,7 @@ def main() -> None:
         options.target, options.head, DecodeSection(repeats=8), dtype=options.dtype, device="cpu"
     )
     first = read_questions(options.questions, template, 1024, options.count)
-    chat = Chat(template, model.target.max_positions - options.tokens)
+    chat = QuestionTemplate(template, model.target.max_positions - options.tokens)
     for temperature in options.temperatures:
         sampling, found = Sampling(temperature, seed=1), dict[str, list[list[int]]]()
         for way in dict.fromkeys(["plain", *options.ways]):

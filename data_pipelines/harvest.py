@@ -8,7 +8,7 @@ Both stages write whole shards by sample id, so a killed run can resume, with a 
 workers if you like. SIGTERM, or Ctrl-C once, lets a part finish its running texts or shard; it then exits.
 """
 
-from headstart.recipes.command_line import Part, harvest_arguments
+from headstart.recipes.command_line import Share, harvest_arguments
 
 if __name__ == "__main__":
     harvest_arguments(__doc__)  # --help and mistakes end the process here, before torch is loaded
@@ -44,7 +44,7 @@ from headstart.inference.targets.loading import slow_format
 from headstart.recipes import Recipe, run_command
 
 
-def run(recipe: Recipe, part: Part | None = None, on: str | None = None) -> None:
+def run(recipe: Recipe, part: Share | None = None, on: str | None = None) -> None:
     """The command: harvest on all ranks of the launch, one part in this process, or on a cluster."""
     end_with_launcher()
     state = start_processes()
@@ -74,7 +74,7 @@ def harvest(recipe: Recipe) -> Stage:
         return stages.features(prompts, responses)
 
 
-def harvest_part(recipe: Recipe, part: Part, state: PartialState) -> None:
+def harvest_part(recipe: Recipe, part: Share, state: PartialState) -> None:
     """Make one part of the shards in this process; the last part to finish writes the manifest.
 
     Raises SystemExit with a shell's exit code if SIGTERM or Ctrl-C arrives, after the running texts, or the shard.

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text as Coloured
+from rich.text import Response as Coloured
 
 from headstart.common.files import read_jsonl
 from headstart.data_pipelines.prompts.prompts import (
@@ -21,7 +21,7 @@ from headstart.data_pipelines.prompts.prompts import (
     make_prompts_alone,
     read_reports,
 )
-from headstart.data_pipelines.prompts.responses import Text
+from headstart.data_pipelines.prompts.responses import Response
 from headstart.data_pipelines.stages.stage import Json, Stage
 from headstart.inference.targets.tokenizer import Tokenizer
 from headstart.recipes import Recipe, run_command
@@ -38,7 +38,7 @@ def main() -> None:
 def inspect(recipe: Recipe, console: Console) -> None:
     """Print samples, histograms and unusable rows."""
     stage = make_prompts_alone(recipe)
-    texts = [Text.from_row(row) for row in training_rows(recipe, stage)]
+    texts = [Response.from_row(row) for row in training_rows(recipe, stage)]
     tokenizer = load_target_tokenizer(recipe)
     for number, text in enumerate(texts[:SAMPLES]):
         console.rule(f"sample {number}: {len(text.tokens)} tokens, {sum(text.loss_mask)} trained on")
@@ -64,7 +64,7 @@ def training_rows(recipe: Recipe, prompts: Stage) -> Iterator[Json]:
         yield text_row or {"prompt": row["tokens"], "response": []}
 
 
-def coloured(tokenizer: Tokenizer, text: Text) -> Coloured:
+def coloured(tokenizer: Tokenizer, text: Response) -> Coloured:
     """A sample with the trained-on text in bold green; ranges are decoded whole, as a token may be half a character."""
     line, start = Coloured(), 0
     for position in range(1, len(text.tokens) + 1):

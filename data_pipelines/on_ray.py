@@ -94,7 +94,7 @@ class Task:
         return " to ".join(dict.fromkeys((self.names[0], self.names[-1]))) if self.names else "the prompts"
 
 
-class Worker:
+class RayWorker:
     """One process of the cluster, with a target; it runs the same code as a part of a harvest."""
 
     def __init__(self, recipe: Json, token: str, current: str) -> None:
@@ -181,7 +181,7 @@ class Workers:
         waiting, left, losses = deque(tasks), len(tasks), dict.fromkeys(tasks, 0)
         while left:
             for _ in range(len(self.idle) + len(self.busy), min(self.capacity(), left)):
-                worker: Any = ray.remote(Worker).options(**self.needs()).remote(*self.arguments)
+                worker: Any = ray.remote(RayWorker).options(**self.needs()).remote(*self.arguments)
                 self.busy[worker.about.remote()] = worker, None
             while waiting and self.idle:
                 worker, task = self.idle.pop(), waiting.popleft()

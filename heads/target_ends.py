@@ -185,7 +185,7 @@ def logit_form(twin: PreTrainedModel, ends: TargetEnds, config: TargetConfig) ->
 
     def logits(size: float) -> Float[Tensor, " tokens"]:
         for end in range(outer + 1, len(path) + 1):  # whichever of them the class asks for the last hidden states
-            twin.get_submodule(".".join(path[:end])).forward = lambda *args, **kwargs: Output(hidden * size)
+            twin.get_submodule(".".join(path[:end])).forward = lambda *args, **kwargs: LastHidden(hidden * size)
         twin.get_submodule(ends.lm_head).forward = lambda states: states @ weight.T
         return twin.get_submodule(owner)(input_ids=torch.zeros(1, 1, dtype=torch.long)).logits[0, -1]
 
@@ -199,10 +199,10 @@ def logit_form(twin: PreTrainedModel, ends: TargetEnds, config: TargetConfig) ->
     return {"logit_scale": scale, "has_softcap": is_capped}
 
 
-class Output(tuple[Tensor]):
+class LastHidden(tuple[Tensor]):
     """A decoder's output with these last hidden states and nothing else."""
 
-    def __new__(cls, last_hidden_state: Tensor) -> "Output":
+    def __new__(cls, last_hidden_state: Tensor) -> "LastHidden":
         return super().__new__(cls, (last_hidden_state,))
 
     def __getattr__(self, name: str) -> Tensor | None:

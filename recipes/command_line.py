@@ -95,14 +95,14 @@ def recipe_and_devices(doc: str | None, argv: Sequence[str] | None = None) -> tu
 
 
 @dataclass(frozen=True)
-class Part:
+class Share:
     """One of the parts into which work is divided, such as 3/64; numbers begin at 1."""
 
     number: int
     count: int
 
     @classmethod
-    def parse(cls, text: str) -> "Part":
+    def parse(cls, text: str) -> "Share":
         found = re.fullmatch(r"(\d+)/(\d+)", text)
         if found is None or not 1 <= int(found[1]) <= int(found[2]):
             raise argparse.ArgumentTypeError(f"{text} given, 1/N to N/N of any N are allowed; write one, such as 3/64")
@@ -120,7 +120,7 @@ class Part:
         return work[self.number - 1 :: self.count]
 
 
-def harvest_arguments(doc: str | None, argv: Sequence[str] | None = None) -> tuple[Recipe, Part | None, str | None]:
+def harvest_arguments(doc: str | None, argv: Sequence[str] | None = None) -> tuple[Recipe, Share | None, str | None]:
     """The same for a harvest, of which a process may make one part, or Ray's workers all; `doc` opens --help."""
     parser = recipe_parser(doc)
     way = parser.add_mutually_exclusive_group()
@@ -128,7 +128,7 @@ def harvest_arguments(doc: str | None, argv: Sequence[str] | None = None) -> tup
         "make one part of the shards, in this process alone: 1/64 is the first of 64, which run in any order, at any "
     )
     about += "time; the last one to finish writes the manifest, or the same command without --part does"
-    way.add_argument("--part", type=Part.parse, metavar="K/N", help=about)
+    way.add_argument("--part", type=Share.parse, metavar="K/N", help=about)
     about = (
         "let the workers of a Ray cluster make the shards: the one that RAY_ADDRESS names or this machine is part of, "
     )

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from headstart.data_pipelines.features.batches import Batch, SampleStore, pack
+from headstart.data_pipelines.features.batches import SampleStore, TrainingBatch, pack
 from headstart.heads.base import DraftHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.recipes import Recipe
@@ -123,7 +123,7 @@ def refuse_nothing_to_learn(training: Training) -> None:
         outside = 0
         for sample in (store[number] for number in range(len(store))):
             with training.autocast():
-                supervision = unrolled.supervise(Batch.collate([sample], dtype, device), HELD_OUT)
+                supervision = unrolled.supervise(TrainingBatch.collate([sample], dtype, device), HELD_OUT)
             if supervision.counts(unrolled.objective.unroll)[0] > 0:
                 break
             outside += supervision.outside
@@ -204,7 +204,7 @@ class MicroBatch:
     numbers: list[int]  # numbers of its samples in the store
     lengths: tuple[int, ...]  # tokens of each sample
     supervision: AnySupervision  # its last_hidden is empty while the features are not in memory
-    features: Batch | None
+    features: TrainingBatch | None
 
 
 def count_micro_batches(training: Training, step: int, numbers: list[int]) -> list[MicroBatch]:
@@ -234,7 +234,7 @@ def with_features(training: Training, micro_batch: MicroBatch) -> MicroBatch:
     return replace(micro_batch, supervision=supervision, features=features)
 
 
-def read_features(training: Training, numbers: list[int]) -> Batch:
+def read_features(training: Training, numbers: list[int]) -> TrainingBatch:
     """A batch of these samples on the rank's device."""
     store, limit = training.inputs.train, training.recipe.train.pack_tokens
     batch = store.batch_of(numbers, limit).to(training.accelerator.device, training.inputs.frozen.embedding.dtype)

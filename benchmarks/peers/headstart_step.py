@@ -4,7 +4,7 @@ import torch
 from peers.contender import Case, Inputs, Step, serve
 from torch import Tensor
 
-from headstart.data_pipelines.features.batches import Batch, Sample
+from headstart.data_pipelines.features.batches import Sample, TrainingBatch
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.kinds.eagle3 import Eagle3Head
@@ -61,9 +61,9 @@ def frozen_of(case: Case, inputs: Inputs) -> FrozenTarget:
     return FrozenTarget(config, embedding, norm, None, lm_head)
 
 
-def batch_of(case: Case, inputs: Inputs) -> Batch:
+def batch_of(case: Case, inputs: Inputs) -> TrainingBatch:
     rows = zip(inputs.tokens, inputs.loss_mask, inputs.taps, inputs.last_hidden, strict=True)
-    return Batch.collate([Sample(*row) for row in rows], case.torch_dtype, case.device)
+    return TrainingBatch.collate([Sample(*row) for row in rows], case.torch_dtype, case.device)
 
 
 if __name__ == "__main__":

@@ -52,10 +52,10 @@ class SampleStore(ABC):
         """The median size of each tap over the samples of the first shard."""
         return median_tap_sizes((self[number] for number in range(self.shard_sizes[0])), taps, num_layers)
 
-    def batch_of(self, numbers: Sequence[int], limit: int | None = None) -> "Batch":
+    def batch_of(self, numbers: Sequence[int], limit: int | None = None) -> "TrainingBatch":
         """These samples as they are stored, on the CPU; packed in rows of at most `limit` tokens, if given."""
         samples = [self[number] for number in numbers]
-        return Batch.collate(samples, packing=pack([len(sample.tokens) for sample in samples], limit))
+        return TrainingBatch.collate(samples, packing=pack([len(sample.tokens) for sample in samples], limit))
 
     def follow(self, sample_at: Callable[[int], int], place: int) -> None:  # noqa: B027
         """Prepare to read the samples of a run from a place in it on; called before each step of training."""
@@ -80,7 +80,7 @@ def median_tap_sizes(samples: Iterable[Sample], taps: tuple[int, ...], num_layer
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """Samples padded on the right, one or several (packed documents) per row; the loss mask excludes padding."""
 
     tokens: Int[Tensor, "batch seq"]
@@ -98,7 +98,7 @@ class Batch:
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         packing: list[list[int]] | None = None,
-    ) -> "Batch":
+    ) -> "TrainingBatch":
         """Build a batch. `packing` comes from `pack`; None gives each sample its own row."""
 
         def arrange(tensors: list[Tensor]) -> Tensor:
@@ -117,7 +117,7 @@ class Batch:
         )
         return batch.to(device, dtype)
 
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Batch":
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "TrainingBatch":
         """The batch on this device, its states in this dtype; pinned tensors are copied while the caller goes on."""
         batch = self.mapped(lambda tensor: tensor.to(device, non_blocking=True))  # as stored, which is half the size
         documents = None if batch.documents is None else batch.documents.to(device)
@@ -131,11 +131,11 @@ class Batch:
             return self.documents.places
         return torch.arange(self.tokens.shape[1], device=self.tokens.device)
 
-    def pinned(self) -> "Batch":
+    def pinned(self) -> "TrainingBatch":
         """The batch in memory that a GPU copies from at full speed."""
         return self.mapped(Tensor.pin_memory)
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "TrainingBatch":
         changed: dict[str, Any] = {name: change(each) for name, each in vars(self).items() if isinstance(each, Tensor)}
         return replace(self, **changed)
 

@@ -22,7 +22,7 @@ from headstart.data_pipelines.features.shard_files import (
     stored_states,
     stored_tokens,
 )
-from headstart.data_pipelines.prompts.responses import Text, read_texts, responses_path
+from headstart.data_pipelines.prompts.responses import Response, read_texts, responses_path
 from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts
 from headstart.inference.core.request import Images
 from headstart.inference.images.kept import KeptPictures
@@ -164,14 +164,14 @@ def write_features(
             writer.add(partial(finisher.add, file.finish))
 
 
-def token_tensors(texts: list[Text]) -> dict[str, Tensor]:
+def token_tensors(texts: list[Response]) -> dict[str, Tensor]:
     """The stored tokens and loss masks of the texts, concatenated."""
     tokens = torch.tensor([token for text in texts for token in text.tokens])
     return stored_tokens(tokens, torch.tensor([flag for text in texts for flag in text.loss_mask]))
 
 
 def write_batch(
-    recipe: Recipe, file: ShardFile, numbers: list[int], texts: list[Text], states: States, taps: tuple[int, ...]
+    recipe: Recipe, file: ShardFile, numbers: list[int], texts: list[Response], states: States, taps: tuple[int, ...]
 ) -> None:
     """Write the samples of these numbers to their shard; their states are encoded before they leave a GPU."""
     rows = ", ".join(map(str, numbers))

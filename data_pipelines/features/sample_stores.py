@@ -16,9 +16,9 @@ from torch import Tensor
 
 from headstart.common.process import end_with_parent
 from headstart.data_pipelines.features.batches import (
-    Batch,
     Sample,
     SampleStore,
+    TrainingBatch,
     length_buckets,
     median_tap_sizes,
 )
@@ -191,7 +191,7 @@ class ReadAhead(SampleStore):
         # A store is read from one thread only, so what was not announced also goes through it.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
         self._announced: deque[tuple[Sequence[int], int | None]] = deque()
-        self._coming: deque[tuple[tuple[Sequence[int], int | None], Future[Batch]]] = deque()
+        self._coming: deque[tuple[tuple[Sequence[int], int | None], Future[TrainingBatch]]] = deque()
 
     def follow(self, sample_at: Callable[[int], int], place: int) -> None:
         self._thread.submit(self.store.follow, sample_at, place)
@@ -201,7 +201,7 @@ class ReadAhead(SampleStore):
         self._announced.extend((numbers, limit) for numbers in batches)
         self._make_ahead()
 
-    def batch_of(self, numbers: Sequence[int], limit: int | None = None) -> Batch:
+    def batch_of(self, numbers: Sequence[int], limit: int | None = None) -> TrainingBatch:
         if self._coming and self._coming[0][0] == (numbers, limit):
             _, coming = self._coming.popleft()
         else:
@@ -214,7 +214,7 @@ class ReadAhead(SampleStore):
             announced = self._announced.popleft()
             self._coming.append((announced, self._thread.submit(self._make, *announced)))
 
-    def _make(self, numbers: Sequence[int], limit: int | None) -> Batch:
+    def _make(self, numbers: Sequence[int], limit: int | None) -> TrainingBatch:
         batch = self.store.batch_of(numbers, limit)
         return batch.pinned() if torch.cuda.is_available() else batch
 

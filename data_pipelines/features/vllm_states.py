@@ -19,7 +19,7 @@ from torch import Tensor
 from headstart.common.process import user_cache
 from headstart.common.remote import url_of
 from headstart.data_pipelines.features.features import States
-from headstart.data_pipelines.prompts.completion_client import Answer, CompletionClient, completion
+from headstart.data_pipelines.prompts.completion_client import Completion, CompletionClient, completion
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, folder_of, path_for_engines
 from headstart.inference.core.cache_memory import free_memory
@@ -120,13 +120,13 @@ class VllmStates:
                 )
                 raise ValueError(f"data.states: {answer.url}: {differ}; {cause}; {self.advice}")
 
-    def _of_each_server(self, text: list[int]) -> Iterator[tuple[Answer, Float[Tensor, "tokens layers hidden"]]]:
+    def _of_each_server(self, text: list[int]) -> Iterator[tuple[Completion, Float[Tensor, "tokens layers hidden"]]]:
         body = {**completion(text, Sampling(), max_new_tokens=1), "logprobs": 1}
         for server in self.client.live:
             if (answer := self.client.ask(server, body)) is not None:
                 yield answer, self._moved(text, answer)
 
-    def _moved(self, text: list[int], answer: Answer) -> Float[Tensor, "tokens layers hidden"]:
+    def _moved(self, text: list[int], answer: Completion) -> Float[Tensor, "tokens layers hidden"]:
         """The states of a text, whose file is removed."""
         if answer.states_path is None:
             raise ValueError(f"data.states: {answer.url} did not write hidden states; {self.advice}")

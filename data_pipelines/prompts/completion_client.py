@@ -23,7 +23,7 @@ REMEDY = "check the server and run the command again; finished responses are kep
 
 
 @dataclass
-class Server:
+class CompletionServer:
     """One URL of data.server."""
 
     url: str
@@ -31,7 +31,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Completion:
     """A server's answer to a completion."""
 
     url: str
@@ -90,7 +90,7 @@ class CompletionClient:
     """
 
     def __init__(self, urls: Sequence[str], pause: Callable[[float], None] = time.sleep) -> None:
-        self.servers, self.pause = [Server(url.rstrip("/").removesuffix("/v1")) for url in urls], pause
+        self.servers, self.pause = [CompletionServer(url.rstrip("/").removesuffix("/v1")) for url in urls], pause
         self._lock = Lock()  # guards the failures of the servers
         # One connection per request: httpx allows 100 by default, and the other requests would time out.
         self.client = httpx.Client(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None))
@@ -98,19 +98,20 @@ class CompletionClient:
         self.model = self._served_by_all()
 
     @property
-    def live(self) -> list[Server]:
+    def live(self) -> list[CompletionServer]:
         return [server for server in self.servers if not server.failure]
 
-    def each(self, bodies: Sequence[Json], at_once: int) -> Iterator[tuple[int, Answer]]:
+    def each(self, bodies: Sequence[Json], at_once: int) -> Iterator[tuple[int, Completion]]:
         """Yield (number of the completion, its answer) as each arrives; up to `at_once` are in flight on each server.
 
         After a failure nothing more is asked for, and the error is raised after the answers that still arrive.
         """
-        waiting, answers, stopped = SimpleQueue[tuple[int, Json]](), SimpleQueue[tuple[int, Answer] | None](), Event()
+        waiting, stopped = SimpleQueue[tuple[int, Json]](), Event()
+        answers = SimpleQueue[tuple[int, Completion] | None]()
         for request in enumerate(bodies):
             waiting.put(request)
 
-        def work(server: Server) -> None:
+        def work(server: CompletionServer) -> None:
             """Let a server answer what is waiting, one at a time; None among the answers says that this has ended."""
             try:
                 while not stopped.is_set():
@@ -139,12 +140,12 @@ class CompletionClient:
             finally:
                 stopped.set()
 
-    def ask(self, server: Server, body: Json) -> Answer | None:
+    def ask(self, server: CompletionServer, body: Json) -> Completion | None:
         """One server's answer to a completion; None if the server is no longer used."""
         response = self._ask(server, "POST", "/v1/completions", {"model": self.model, **body})
         if response is None:
             return None
-        return Answer(server.url, response.json(), first_entry(server, response, "choices"))
+        return Completion(server.url, response.json(), first_entry(server, response, "choices"))
 
     def _served_by_all(self) -> str:
         """The model that every server serves; raises ValueError naming those that serve another than the first."""
@@ -160,7 +161,7 @@ class CompletionClient:
             raise ValueError(f"data.server: {first} serves {model}, but {' and '.join(wrong)}; {allowed}")
         return model
 
-    def _ask(self, server: Server, method: str, path: str, body: Json | None) -> httpx.Response | None:
+    def _ask(self, server: CompletionServer, method: str, path: str, body: Json | None) -> httpx.Response | None:
         """The server's answer with status 200; None if the server is no longer used."""
         for attempt in range(RETRIES + 1):
             if attempt:
@@ -200,7 +201,7 @@ def completion(prompt: list[int], sampling: Sampling, max_new_tokens: int) -> Js
     }
 
 
-def first_entry(server: Server, answer: httpx.Response, key: str) -> Json:
+def first_entry(server: CompletionServer, answer: httpx.Response, key: str) -> Json:
     """The first entry of the list `key` of an answer; raises ValueError if it has none."""
     try:
         return dict(answer.json()[key][0])

@@ -75,7 +75,7 @@ def journal_of(path: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Text:
+class Response:
     """A sample without its features: its tokens, which of them are trained on, and the pictures of its prompt."""
 
     tokens: list[int]
@@ -83,7 +83,7 @@ class Text:
     images: Json | None = None  # as `KeptPictures` reads them
 
     @classmethod
-    def from_row(cls, row: Json) -> "Text":
+    def from_row(cls, row: Json) -> "Response":
         if "spans" not in row:
             mask = [False] * len(row["prompt"]) + [True] * len(row["response"])
             return cls(row["prompt"] + row["response"], mask, row.get("images"))
@@ -93,9 +93,9 @@ class Text:
         return cls(row["tokens"], mask, row.get("images"))
 
 
-def read_texts(path: Path) -> list[Text]:
+def read_texts(path: Path) -> list[Response]:
     """The texts of a shard's responses."""
-    return [Text.from_row(row) for row in read_jsonl(path)]
+    return [Response.from_row(row) for row in read_jsonl(path)]
 
 
 def write_given(recipe: Recipe, shard: ShardPrompts) -> None:
@@ -155,7 +155,7 @@ def sampling_of(recipe: Recipe, split: str, number: int) -> Sampling:
     return Sampling(temperatures[number % len(temperatures)], seed=seed)
 
 
-def refuse_nothing_to_learn(recipe: Recipe, split: str, texts: list[Text]) -> None:
+def refuse_nothing_to_learn(recipe: Recipe, split: str, texts: list[Response]) -> None:
     """Raise ValueError unless a token of some text can be predicted by a head, which reads two tokens before it."""
     source = "data.prompts" if split == "train" else "data.heldout_prompts"
     if all(is_empty(recipe, text) for text in texts):
@@ -166,7 +166,7 @@ def refuse_nothing_to_learn(recipe: Recipe, split: str, texts: list[Text]) -> No
         raise ValueError(f"{problem}; train on more of each text (loss_mask, data.turns), or lengthen the prompts")
 
 
-def is_empty(recipe: Recipe, text: Text) -> bool:
+def is_empty(recipe: Recipe, text: Response) -> bool:
     """Whether a response is empty: no token, or only the target's end token."""
     written = sum(text.loss_mask)
     return written == 0 or (recipe.data.responses == "target" and written == 1 < recipe.data.response_tokens)

@@ -66,7 +66,7 @@ class Blocks:
         """The anchors' positions within their documents."""
         return self.indices(device)[1] - torch.tensor(self.starts, device=device).long()
 
-    def along(self, batch: int, seq: int, device: torch.device | str) -> "Places":
+    def along(self, batch: int, seq: int, device: torch.device | str) -> "BlockPlaces":
         """The blocks' places in a context of this shape; a document ends where no block sees any more of it."""
         ends = {(row, start): anchor for row, anchor, start in zip(self.rows, self.anchors, self.starts, strict=True)}
         cuts = [{0, seq} for _ in range(batch)]
@@ -74,7 +74,7 @@ class Blocks:
             cuts[row] |= {start, end}
         documents = Documents.in_rows([[end - start for start, end in pairwise(sorted(cut))] for cut in cuts], device)
         rows, anchors = self.indices(device)
-        return Places(rows, anchors - 1, documents)
+        return BlockPlaces(rows, anchors - 1, documents)
 
     def groups(self, size: int, window: int | None) -> Iterator["Group"]:
         """Neighbouring blocks of a document, with the columns that at least one of them sees."""
@@ -149,7 +149,7 @@ class BlockCache:
         return BlockAttention.apply(self.blocks, reach, *given)
 
     @cached_property
-    def places(self) -> "Places":
+    def places(self) -> "BlockPlaces":
         batch, _, seq, _ = self.keys[0].shape
         return self.blocks.along(batch, seq, self.keys[0].device)
 
@@ -215,7 +215,7 @@ def apart(states: Float[Tensor, "1 heads queries head_dim"], size: int) -> Float
 
 
 @dataclass(frozen=True)
-class Places:
+class BlockPlaces:
     """Where the blocks of a batch lie in their context, on the device."""
 
     rows: Int[Tensor, " blocks"]
@@ -242,7 +242,7 @@ class SlotAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, places: Places, within: Bool[Tensor, "size size"], window: int | None, *states: Tensor
+        ctx: Any, places: BlockPlaces, within: Bool[Tensor, "size size"], window: int | None, *states: Tensor
     ) -> Tensor:
         query, context_key, context_value, key, value = states
         mask = torch.where(within, 0.0, -torch.inf)

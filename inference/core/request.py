@@ -278,7 +278,7 @@ class Unread:
 
 
 @dataclass
-class Trace:
+class StateTrace:
     """The target's hidden states of a row for training, without those of a reused prefix."""
 
     start: int = 0  # the first position that the target read for this row
@@ -315,7 +315,7 @@ class Sequence:
     started: float  # time.perf_counter() before prefill
     kept_from: int = 0  # positions whose states are known without this row
     kept: list[Tensor] = field(default_factory=list)  # the taps from there on, if prefixes are kept
-    trace: Trace | None = None  # if finished texts are kept for training
+    trace: StateTrace | None = None  # if finished texts are kept for training
     constraint: GuardedState | None = None
     is_remembered: bool = False  # whether the prompt was kept for others that share its prefix
     accepted: Accepted | None = None  # the path of the last tree; None after prefill

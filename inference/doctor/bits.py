@@ -37,7 +37,7 @@ class SameBits:
 
 
 @dataclass(frozen=True)
-class Text:
+class TracedText:
     """Tokens that a target reads, the first `prompt` of them as a prompt."""
 
     target: TargetModel
@@ -45,16 +45,16 @@ class Text:
     prompt: int
 
     @classmethod
-    def random(cls, target: TargetModel, prompt: int, count: int) -> "Text":
+    def random(cls, target: TargetModel, prompt: int, count: int) -> "TracedText":
         """A prompt, and `count` tokens after it; none is 0, which pads."""
         vocab, generator = target.config.vocab_size, torch.Generator().manual_seed(0)
         return cls(target, torch.randint(1, vocab, (prompt + count,), generator=generator).tolist(), prompt)
 
-    def other(self, number: int) -> "Text":
+    def other(self, number: int) -> "TracedText":
         """A text with another token at each position, and with a shorter prompt."""
         shorter, vocab = number % 7, self.target.config.vocab_size
         tokens = [(token + number) % vocab for token in self.tokens[: len(self.tokens) - shorter]]
-        return Text(self.target, tokens, self.prompt - shorter)
+        return TracedText(self.target, tokens, self.prompt - shorter)
 
     def new_cache(self, rows: int = 1) -> KVCache:
         return self.target.passes.new_cache(len(self.tokens) + max(WIDTHS), batch=rows)
@@ -87,7 +87,7 @@ class Text:
 
 
 def decode(
-    texts: Sequence[Text],
+    texts: Sequence[TracedText],
     cache: KVCache,
     place: int = 0,
     nodes: int = 1,
@@ -110,17 +110,17 @@ def decode(
     return torch.cat(found)
 
 
-def plain(text: Text, chunk: int | None = None) -> Logits:
+def plain(text: TracedText, chunk: int | None = None) -> Logits:
     return with_drafts(text, 1, False, chunk)
 
 
-def with_drafts(text: Text, nodes: int, has_siblings: bool, chunk: int | None = None) -> Logits:
+def with_drafts(text: TracedText, nodes: int, has_siblings: bool, chunk: int | None = None) -> Logits:
     cache = text.new_cache()
     first = text.read_prompt(cache.row(0), chunk)
     return torch.cat([first, decode([text], cache, nodes=nodes, has_siblings=has_siblings)])
 
 
-def in_rows(text: Text, rows: int, nodes: int = 1) -> Logits:
+def in_rows(text: TracedText, rows: int, nodes: int = 1) -> Logits:
     """Next to other rows, whose texts are of other lengths."""
     cache, place = text.new_cache(rows), rows // 2
     texts = [text if row == place else text.other(row + 1) for row in range(rows)]
@@ -129,10 +129,10 @@ def in_rows(text: Text, rows: int, nodes: int = 1) -> Logits:
     return torch.cat([first, decode(texts, cache, place, nodes, siblings)])
 
 
-def from_kept_prefix(text: Text) -> Logits:
+def from_kept_prefix(text: TracedText) -> Logits:
     """The first half of the prompt is copied from another row, and the row moves after half of the text."""
     cache, half = text.new_cache(2), text.prompt // 2
-    Text(text.target, text.tokens, half).read_prompt(cache.row(1))
+    TracedText(text.target, text.tokens, half).read_prompt(cache.row(1))
     cache.move(1, 0, half)
     first = text.read_prompt(cache.row(0), start=half)
     count = (len(text.tokens) - text.prompt) // 2
@@ -141,7 +141,7 @@ def from_kept_prefix(text: Text) -> Logits:
     return torch.cat([first, one, decode([text.other(1), text], cache, place=1, done=count)])
 
 
-def prompts_together(text: Text) -> Logits:
+def prompts_together(text: TracedText) -> Logits:
     cache = text.new_cache(3)
     texts = [text.other(1), text, text.other(2)]
     prompts, rows = [each.tokens[: each.prompt] for each in texts], [cache.row(row) for row in range(3)]
@@ -149,7 +149,7 @@ def prompts_together(text: Text) -> Logits:
     return torch.cat([first, decode(texts, cache, place=1)])
 
 
-def side_by_side(text: Text) -> Logits:
+def side_by_side(text: TracedText) -> Logits:
     """Each step's pass also reads a chunk of another prompt."""
     cache, target, other = text.new_cache(2), text.target, text.other(1)
     found, chunk = [text.read_prompt(cache.row(0))], max(other.prompt // (len(text.tokens) - text.prompt), 1)
@@ -164,8 +164,8 @@ def side_by_side(text: Text) -> Logits:
 
 
 def situations(
-    text: Text, widths: Sequence[int], batches: Sequence[int]
-) -> Iterator[tuple[str, Callable[[Text], Logits]]]:
+    text: TracedText, widths: Sequence[int], batches: Sequence[int]
+) -> Iterator[tuple[str, Callable[[TracedText], Logits]]]:
     """The ways in which the engine may compute a text's logits, each with its name."""
     passes = text.target.passes
     for size in (1, *widths):
@@ -194,7 +194,7 @@ def situations(
 
 
 @torch.inference_mode()
-def compare(text: Text, widths: Sequence[int] = WIDTHS, batches: Sequence[int] = ROWS) -> Iterator[SameBits]:
+def compare(text: TracedText, widths: Sequence[int] = WIDTHS, batches: Sequence[int] = ROWS) -> Iterator[SameBits]:
     """Compare every situation with plain decoding by layers that are not compiled."""
     if text.target.fast_form.compiler is not None:
         text.target.fast_form.compiler.after_calls = sys.maxsize

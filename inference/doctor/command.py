@@ -36,7 +36,7 @@ from headstart.heads.formats.subject import Violation
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.core.request import Request
-from headstart.inference.doctor.bits import Text, compare, in_lines, rows_of
+from headstart.inference.doctor.bits import TracedText, compare, in_lines, rows_of
 from headstart.inference.doctor.comparison import compare_parts
 from headstart.inference.doctor.findings import Finding, no_right_guess, other_target, other_template
 from headstart.inference.doctor.interpretation import Interpretation, ReplayedText, accuracies
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def print_bits(section: TargetSection) -> int:
     """Print which passes of a target give a token other bits than plain decoding; returns the exit code."""
-    found = [*compare(Text.random(TargetModel.load(section, ()), PROMPT_TOKENS, NEW_TOKENS))]
+    found = [*compare(TracedText.random(TargetModel.load(section, ()), PROMPT_TOKENS, NEW_TOKENS))]
     console = Console()
     console.print(rich_table("logits that have the bits of plain decoding", rows_of(found)))
     lines = [*in_lines(found)] or ["every pass gives the same bits"]

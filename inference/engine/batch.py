@@ -11,7 +11,7 @@ from headstart.inference.core.cache_memory import free_memory, takes_memory_lazi
 from headstart.inference.core.constraint import GuardedState
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.recurrent import WINDOW
-from headstart.inference.core.request import Generation, Request, Sequence, Trace, Unread
+from headstart.inference.core.request import Generation, Request, Sequence, StateTrace, Unread
 from headstart.inference.core.tree import size_bucket
 from headstart.inference.engine.budget import CacheBudget
 from headstart.inference.engine.prefixes import BLOCK, CachedRow, Prefix, PrefixIndex
@@ -88,7 +88,7 @@ class Batch:
         unread = Unread(torch.zeros(0, 0, device=self.target.device), 0)
         row = Sequence(number, request, generation, ends, list(request.prompt), unread, time.perf_counter())
         if self.traces:
-            row.trace = Trace()
+            row.trace = StateTrace()
         if request.constraint is not None:
             row.constraint = GuardedState(request.constraint, self.target.config.vocab_size)
         return row

@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache
 
 from headstart.inference.core.cache import KVCache, Slots
 from headstart.inference.core.side_by_side import PackedCache
-from headstart.inference.kernels.outside_graph import CURRENT, Call, CannotTrace, Operation, Trace
+from headstart.inference.kernels.outside_graph import CURRENT, Call, CannotTrace, LayerTrace, Operation
 from headstart.inference.kernels.private import (
     end_thread,
     lower_priority,
@@ -258,7 +258,7 @@ class Compiler:
 
 def compiled(forward: CompiledForward, arguments: Arguments) -> Kernel:
     """The kernel of layers like this one. Raises CannotTrace, or any error of tracing and compiling."""
-    layer, trace = forward.layer, Trace()
+    layer, trace = forward.layer, LayerTrace()
     graph = traced(forward, arguments, trace)
     if trace.updated is not None:
         raise CannotTrace("keys that no attention of ours reads")
@@ -272,7 +272,7 @@ def compiled(forward: CompiledForward, arguments: Arguments) -> Kernel:
     return Kernel(run, constants, [(owners[id(owner)], make) for owner, make in trace.calls])
 
 
-def traced(forward: CompiledForward, arguments: Arguments, trace: Trace) -> GraphModule:
+def traced(forward: CompiledForward, arguments: Arguments, trace: LayerTrace) -> GraphModule:
     """The layer's graph, as a function of the tensors among its arguments."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -300,7 +300,7 @@ def traced(forward: CompiledForward, arguments: Arguments, trace: Trace) -> Grap
         return make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
 
 
-def leave_to_torch(graph: GraphModule, trace: Trace) -> None:
+def leave_to_torch(graph: GraphModule, trace: LayerTrace) -> None:
     """Make the operations of a graph that Inductor computes with other bits than torch operations outside the graph."""
     for node in [node for node in graph.graph.nodes if getattr(node.target, "overloadpacket", None) in OTHER_BITS]:
         inputs, found = node.all_input_nodes, node.meta["val"]
@@ -349,7 +349,7 @@ def size_node(graph: GraphModule, inputs: list[Node], length: Any) -> Any:
     return made
 
 
-def stand_in(name: str, value: Any, tensors: list[Tensor], trace: Trace) -> Any:
+def stand_in(name: str, value: Any, tensors: list[Tensor], trace: LayerTrace) -> Any:
     """An argument as the traced layer gets it: the next of `tensors`, or the trace instead of the cache.
 
     There is no mask: the operations that read it stay in Python.

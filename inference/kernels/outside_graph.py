@@ -21,7 +21,7 @@ class CannotTrace(Exception):
 
 
 @dataclass
-class Trace:
+class LayerTrace:
     """The operations that a layer's trace has met. It also stands in for the layer's cache, a target's or a head's."""
 
     calls: list[tuple[nn.Module | None, Callable[[Any], Operation]]] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Call:
 class Current(threading.local):
     """What this thread traces or runs at the moment."""
 
-    trace: Trace | None = None
+    trace: LayerTrace | None = None
     call: Call | None = None
 
 

@@ -58,7 +58,7 @@ from headstart.inference.generate.loading import (
 from headstart.inference.report.compare import Comparison, Outcome
 from headstart.inference.report.forcing import Forcing
 from headstart.inference.report.methods import NEED_A_HEAD, Method, build_methods
-from headstart.inference.report.questions import SPEC_BENCH, Chat, Prompt, read_questions
+from headstart.inference.report.questions import SPEC_BENCH, Prompt, QuestionTemplate, read_questions
 from headstart.inference.report.rounds import able_to_batch, run_rounds
 from headstart.inference.report.tables import as_markdown, legend, published_table, rich_table, short_table
 from headstart.inference.targets.chat_template import ChatTemplate
@@ -75,7 +75,7 @@ class Benchmark:
     """What is loaded for a report: prompts, target, heads by name, and the methods to compare."""
 
     prompts: list[Prompt]
-    chat: Chat
+    chat: QuestionTemplate
     target: TargetModel
     heads: dict[str, DraftHead]
     methods: list[Method]
@@ -93,7 +93,7 @@ class Benchmark:
         if hint := slow_format("target.dtype", recipe.target.dtype, pick_device(recipe.target.device)):
             print(hint)
         target = TargetModel.load_to_answer(recipe.target, taps)
-        chat = Chat(template, target.max_positions - recipe.decode.max_new_tokens)
+        chat = QuestionTemplate(template, target.max_positions - recipe.decode.max_new_tokens)
         prompts = [chat.shortened(prompt) for prompt in prompts]
         for prompt in prompts:
             check_length(target, prompt.tokens, recipe.decode.max_new_tokens)

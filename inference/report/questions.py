@@ -48,7 +48,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Chat:
+class QuestionTemplate:
     """Encodes messages as prompts of at most `max_tokens`."""
 
     template: ChatTemplate

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             os._exit(130)  # a normal exit would wait for the thread to load the target
         app, service = build_app(served, options.settings, partial(print, flush=True))
         try:
-            asyncio.run(Server(app, service, options).serve(sockets=[listening]))
+            asyncio.run(HttpServer(app, service, options).serve(sockets=[listening]))
         finally:
             service.worker.stop()
 
@@ -132,7 +132,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise ValueError(f"{taken}, a free port is needed; {remedy}") from None
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn with other signal handling: the first lets running requests end, the second ends the process."""
 
     def __init__(self, app: Any, service: Service, options: ServeOptions) -> None:

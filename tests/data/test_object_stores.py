@@ -24,7 +24,7 @@ from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest, harvest_part
 from headstart.inference.serve.options import serve_options
 from headstart.recipes import Recipe, RecipeError
-from headstart.recipes.command_line import Part
+from headstart.recipes.command_line import Share
 from headstart.trainers.eagle import train
 
 pytest.importorskip("moto")
@@ -147,7 +147,7 @@ def test_parts_on_machines_that_share_only_a_bucket_leave_the_local_harvest(
     for part in ("2/3", "1/3", "3/3"):
         move_to(f"machine of {part[0]}", tmp_path, monkeypatch)
         recipe = tiny_recipe(local, f"run_dir={store}")
-        harvest_part(recipe, Part.parse(part), PartialState())
+        harvest_part(recipe, Share.parse(part), PartialState())
     assert_same_data(recipe, local)
 
 

@@ -21,7 +21,7 @@ from headstart.data_pipelines.harvest import harvest, harvest_part
 from headstart.data_pipelines.stages.shard_work import CODE, PARTS, ShardProgress, locks_of
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import load_recipe
-from headstart.recipes.command_line import Part
+from headstart.recipes.command_line import Share
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def folder(harvested: Path, tmp_path: Path) -> Path:
 
 
 def make(folder: Path, part: str, *overrides: str) -> None:
-    harvest_part(tiny_recipe(folder, *overrides), Part.parse(part), PartialState())
+    harvest_part(tiny_recipe(folder, *overrides), Share.parse(part), PartialState())
 
 
 @pytest.mark.parametrize("parts", [["1/3", "1/2", "2/2"], slow(["3/5", "1/5", "2/5", "5/5", "4/5"])])
@@ -46,7 +46,7 @@ def test_parts_of_any_number_and_order_leave_what_an_undivided_run_leaves(
 
 def make_in_process(folder: Path, part: str) -> None:
     torch.set_num_threads(1)
-    harvest_part(load_recipe(folder / "recipe.yaml"), Part.parse(part), PartialState(cpu=True))
+    harvest_part(load_recipe(folder / "recipe.yaml"), Share.parse(part), PartialState(cpu=True))
 
 
 @pytest.mark.slow

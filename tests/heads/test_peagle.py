@@ -14,7 +14,7 @@ from scripted import paths
 from torch import Tensor
 from torch.testing import assert_close
 
-from headstart.data_pipelines.features.batches import Batch, pack
+from headstart.data_pipelines.features.batches import TrainingBatch, pack
 from headstart.heads.formats.lint import lint, violations
 from headstart.heads.formats.published import import_head
 from headstart.heads.frozen import FrozenTarget
@@ -53,8 +53,8 @@ def in_training(
     return TrainedChains(head, Teacher(frozen, vocab or head.vocab), OBJECTIVE, TrainSection(steps=1, **fields))
 
 
-def a_text(seq: int = SEQ) -> Batch:
-    return Batch(
+def a_text(seq: int = SEQ) -> TrainingBatch:
+    return TrainingBatch(
         tokens=torch.randint(97, (1, seq)),
         loss_mask=torch.ones(1, seq, dtype=torch.bool),
         taps=torch.randn(1, seq, 96),
@@ -68,7 +68,7 @@ def chain_at(anchor: int) -> tuple[Blocks, ...]:
     return none, none, none, Blocks((0,), (anchor,), (0,))
 
 
-def drafted(head: PEagleHead, text: Batch, anchor: int, reads: tuple[int, ...]) -> Tensor:
+def drafted(head: PEagleHead, text: TrainingBatch, anchor: int, reads: tuple[int, ...]) -> Tensor:
     """The states of all levels after the positions before `anchor`, read in these portions; the last with the masks."""
     layers, kv_heads, head_dim = head.shape.cache_shape
     slots = Slots([torch.full((layers, 2, 1, kv_heads, SEQ + DEPTHS, head_dim), float("nan"))], 1)
@@ -134,7 +134,7 @@ def places(chains: tuple[Blocks, ...], depth: int) -> set[tuple[int, int]]:
 
 
 def test_the_draw_is_nested_within_the_loss_mask_and_as_large_as_the_formula_says() -> None:
-    batch = Batch.collate([SAMPLES[0]], torch.float32)
+    batch = TrainingBatch.collate([SAMPLES[0]], torch.float32)
     written = batch.loss_mask[0]
     chains = draw_chains(batch, 6, "key")
     whole = {anchor for anchor in range(1, len(written) - 1) if written[anchor + 1]}
@@ -149,10 +149,10 @@ def test_the_draw_is_nested_within_the_loss_mask_and_as_large_as_the_formula_say
 
 
 def test_the_draw_of_a_text_is_the_same_in_any_batch_and_in_packed_rows() -> None:
-    alone = [draw_chains(Batch.collate([sample], torch.float32), DEPTHS, "key") for sample in SAMPLES]
+    alone = [draw_chains(TrainingBatch.collate([sample], torch.float32), DEPTHS, "key") for sample in SAMPLES]
     lengths = [len(sample.tokens) for sample in SAMPLES]
     for packing in (None, pack(lengths, 64)):
-        together = draw_chains(Batch.collate(SAMPLES, torch.float32, packing=packing), DEPTHS, "key")
+        together = draw_chains(TrainingBatch.collate(SAMPLES, torch.float32, packing=packing), DEPTHS, "key")
         rows = [[number] for number in range(len(SAMPLES))] if packing is None else packing
         for number_of_masks, blocks in enumerate(together):
             wanted = [anchor for row in rows for number in row for anchor in alone[number][number_of_masks].anchors]
@@ -169,13 +169,13 @@ def test_the_loss_is_the_sum_over_entries_of_one_chain_each(
     vocab = DraftVocab.most_frequent(torch.arange(97) % 7, vocab_size)
     head = make_head("peagle", vocab=vocab).requires_grad_(True)
     trained, packing = in_training(head, frozen), pack([len(sample.tokens) for sample in SAMPLES], packed)
-    batch = Batch.collate(SAMPLES, torch.float32, packing=packing)
+    batch = TrainingBatch.collate(SAMPLES, torch.float32, packing=packing)
     supervision = trained.supervise(batch, "key")
     counts = supervision.counts(DEPTHS)
     scores = trained(batch, supervision, counts)
     sums, wanted = torch.zeros(4, DEPTHS), torch.zeros(())
     for sample in SAMPLES:
-        alone = Batch.collate([sample], torch.float32)
+        alone = TrainingBatch.collate([sample], torch.float32)
         for masks, blocks in enumerate(draw_chains(alone, DEPTHS, "key")):
             for anchor in blocks.anchors:
                 lone = [Blocks((), (), ())] * masks + [Blocks((0,), (anchor,), (0,))]
@@ -202,7 +202,7 @@ def test_the_loss_is_the_sum_over_entries_of_one_chain_each(
 def test_a_batch_without_a_chain_has_no_loss_and_a_gradient_of_zero(make_head: MakeHead, frozen: FrozenTarget) -> None:
     """Every weight has a gradient, as data-parallel wrappers wait for each."""
     head = make_head("peagle").requires_grad_(True)
-    trained, batch = in_training(head, frozen), Batch.collate(SAMPLES[3:], torch.float32)
+    trained, batch = in_training(head, frozen), TrainingBatch.collate(SAMPLES[3:], torch.float32)
     supervision = trained.supervise(batch, "key")
     scores = trained(batch, supervision, supervision.counts(DEPTHS))
     assert not scores.sums().any()

@@ -15,7 +15,7 @@ from headstart.heads.base import DraftHead
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.doctor import command
-from headstart.inference.doctor.bits import SameBits, Text, compare, in_lines
+from headstart.inference.doctor.bits import SameBits, TracedText, compare, in_lines
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
@@ -43,7 +43,7 @@ def target_of(model: Any, dtype: torch.dtype) -> TargetModel:
 
 
 def compared(target: TargetModel, *widths: int) -> list[SameBits]:
-    return [*compare(Text.random(target, 20, 5), widths, (3,))]
+    return [*compare(TracedText.random(target, 20, 5), widths, (3,))]
 
 
 @pytest.mark.skipif(products.library() is None, reason="no C++ compiler")

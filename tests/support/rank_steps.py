@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from headstart.data_pipelines.features.batches import Batch, Sample
+from headstart.data_pipelines.features.batches import Sample, TrainingBatch
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.together import settle
 from headstart.heads.frozen import FrozenTarget
@@ -92,7 +92,8 @@ def accumulate(
     """Take the gradient of a batch on all ranks; returns its loss."""
     accelerator, unrolled = head.accelerator, head.unrolled
     own = samples[accelerator.process_index :: accelerator.num_processes]
-    batches = [Batch.collate(own[n::micro_batches], torch.float32, accelerator.device) for n in range(micro_batches)]
+    parts = [own[number::micro_batches] for number in range(micro_batches)]
+    batches = [TrainingBatch.collate(part, torch.float32, accelerator.device) for part in parts]
     supervisions = [unrolled.supervise(batch, "key") for batch in batches]
     unroll, loss = unrolled.objective.unroll, torch.zeros((), device=accelerator.device)
     counts = accelerator.reduce(torch.stack([each.counts(unroll) for each in supervisions]).sum(0), "sum")

@@ -38,7 +38,7 @@ from headstart.recipes.schema import TargetSection
 from headstart.trainers.refresh import command
 from headstart.trainers.refresh import refresh as refreshing
 from headstart.trainers.refresh.judge import Verdict, decoded, judge
-from headstart.trainers.refresh.server import RefusedError, Server
+from headstart.trainers.refresh.server import AdaptingServer, RefusedError
 from headstart.trainers.refresh.versions import Versions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +96,7 @@ def test_texts_are_those_of_plain_decoding_while_heads_swap(recipe: Recipe, tmp_
             texts = [clients.submit(complete, server, *each) for each in asked]
             swaps = 0
             while not texts[-1].done():
-                Server(server.url).serve(str(heads[swaps % 4]))
+                AdaptingServer(server.url).serve(str(heads[swaps % 4]))
                 swaps += 1
                 time.sleep(0.1)  # the new head serves for a while
             found = [text.result() for text in texts]
@@ -121,7 +121,7 @@ def test_a_head_that_does_not_fit_is_refused_and_the_old_one_goes_on(recipe: Rec
         before, text = facts(server)["head"], complete(server, PROMPTS[0])
         for folder, says in ((wrong, "does not fit the target"), (tmp_path / "nowhere", "holds no head")):
             with pytest.raises(RefusedError, match=says):
-                Server(server.url).serve(str(folder))
+                AdaptingServer(server.url).serve(str(folder))
         assert facts(server)["head"] == before
         assert complete(server, PROMPTS[0]) == text
 
@@ -136,7 +136,7 @@ def test_traffic_is_for_this_machine_and_absent_without_the_option(recipe: Recip
     with ThreadPoolExecutor(1) as thread:
         served = thread.submit(load, serve_options(None, arguments), thread).result()
         with running(served, ServerSettings(("tiny",))) as server, pytest.raises(RefusedError, match="--adapt-memory"):
-            Server(server.url).facts()
+            AdaptingServer(server.url).facts()
 
 
 def test_recorded_states_are_those_of_one_pass_over_the_text(recipe: Recipe) -> None:

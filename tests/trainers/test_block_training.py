@@ -10,7 +10,7 @@ from drafting import a_sample
 from torch import Tensor
 from torch.testing import assert_close
 
-from headstart.data_pipelines.features.batches import Batch, Sample, pack
+from headstart.data_pipelines.features.batches import Sample, TrainingBatch, pack
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.block import BlockHead
 from headstart.heads.kinds.block_attention import Blocks
@@ -52,7 +52,7 @@ def in_training(make_head: MakeHead, frozen: FrozenTarget, vocab: DraftVocab | N
 
 
 def test_anchors_are_tokens_that_the_target_wrote_and_wrote_another_after() -> None:
-    batch = Batch.collate(SAMPLES, torch.float32)
+    batch = TrainingBatch.collate(SAMPLES, torch.float32)
     blocks = draw_blocks(batch, 100, "key")
     wanted = [
         (row, anchor, 0)
@@ -69,12 +69,12 @@ def test_anchors_are_tokens_that_the_target_wrote_and_wrote_another_after() -> N
 
 @pytest.mark.parametrize("limit", [22, 40])
 def test_the_blocks_of_a_text_are_the_same_in_any_batch_and_in_packed_rows(limit: int) -> None:
-    alone = [draw_blocks(Batch.collate([sample], torch.float32), 3, "key").anchors for sample in SAMPLES]
-    together = draw_blocks(Batch.collate(SAMPLES, torch.float32), 3, "key")
+    alone = [draw_blocks(TrainingBatch.collate([sample], torch.float32), 3, "key").anchors for sample in SAMPLES]
+    together = draw_blocks(TrainingBatch.collate(SAMPLES, torch.float32), 3, "key")
     assert together.anchors == sum(alone, ())
     packing = pack([len(sample.tokens) for sample in SAMPLES], limit)
     assert packing is not None
-    packed = draw_blocks(Batch.collate(SAMPLES, torch.float32, packing=packing), 3, "key")
+    packed = draw_blocks(TrainingBatch.collate(SAMPLES, torch.float32, packing=packing), 3, "key")
     places = [anchor - start for anchor, start in zip(packed.anchors, packed.starts, strict=True)]
     assert places == [anchor for row in packing for number in row for anchor in alone[number]]
 
@@ -82,7 +82,7 @@ def test_the_blocks_of_a_text_are_the_same_in_any_batch_and_in_packed_rows(limit
 def by_hand(trained: TrainedBlocks, sample: Sample, anchor: int) -> list[dict[str, Tensor]]:
     """For each level of one block that counts: its losses, computed from one block alone, and the target's choice."""
     head, frozen, vocab = trained.head, trained.teacher.frozen, trained.teacher.vocab
-    lone = Batch.collate([sample], torch.float32)
+    lone = TrainingBatch.collate([sample], torch.float32)
     supervision = trained.supervision_of(lone, Blocks((0,), (anchor,), (0,)))
     states = trained.unroll(lone, supervision, None)[:, 0]
     found: list[dict[str, Tensor]] = []
@@ -112,7 +112,7 @@ def test_the_loss_is_dsparks_level_by_level(
     vocab = DraftVocab.most_frequent(torch.arange(97) % 7, vocab_size)
     trained = in_training(make_head, frozen, vocab)
     packing = pack([len(sample.tokens) for sample in SAMPLES], packed)
-    batch = Batch.collate(SAMPLES, torch.float32, packing=packing)
+    batch = TrainingBatch.collate(SAMPLES, torch.float32, packing=packing)
     supervision = trained.supervise(batch, "key")
     counts = supervision.counts(4)
     scores = trained(batch, supervision, counts)
@@ -141,7 +141,7 @@ def test_chunks_change_neither_loss_nor_gradient(
     make_head: MakeHead, frozen: FrozenTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = in_training(make_head, frozen)
-    batch = Batch.collate(SAMPLES, torch.float32)
+    batch = TrainingBatch.collate(SAMPLES, torch.float32)
     supervision = trained.supervise(batch, "key")
     found: list[list[Tensor]] = []
     for blocks_at_once in (100, 2):
@@ -168,7 +168,7 @@ def test_the_expected_acceptance_length_is_that_of_chains_of_the_mean_acceptance
 
 def test_a_batch_without_a_block_has_no_loss_and_no_gradient(make_head: MakeHead, frozen: FrozenTarget) -> None:
     trained = in_training(make_head, frozen)
-    batch = Batch.collate(SAMPLES[3:], torch.float32)
+    batch = TrainingBatch.collate(SAMPLES[3:], torch.float32)
     supervision = trained.supervise(batch, "key")
     scores = trained(batch, supervision, supervision.counts(4))
     assert not scores.sums().any()

@@ -13,7 +13,7 @@ from saved_tensors import SavedForBackward, storage_of
 from tiny_run import build_run, write_config
 from transformers import AutoConfig, LlamaConfig, PreTrainedModel, Qwen3Config
 
-from headstart.data_pipelines.features.batches import Batch, Sample
+from headstart.data_pipelines.features.batches import Sample, TrainingBatch
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import draft_vocab, head_taps, new_head
 from headstart.heads.target_config import TargetConfig
@@ -193,7 +193,7 @@ def test_planned_activations_are_about_what_a_backward_pass_keeps(
     tapped = sum(tap < config.num_layers for tap in head_taps(recipe.head, config)) * size
     states = torch.randn(longest, tapped), torch.randn(longest, size)
     sample = Sample(torch.randint(vocab_size, (longest,)), torch.ones(longest, dtype=torch.bool), *states)
-    batch = Batch.collate([sample] * rows, torch.float32)
+    batch = TrainingBatch.collate([sample] * rows, torch.float32)
     known: set[Any] = {storage_of(each) for each in (*unrolled.parameters(), *unrolled.buffers())}
     with autocast(recipe.train, torch.device("cpu")), SavedForBackward(known) as saved:
         supervision = unrolled.supervise(batch, "key")

@@ -22,7 +22,7 @@ from tiny_run import contents, logged_step
 from torch import Tensor
 from torch.testing import assert_close
 
-from headstart.recipes.command_line import Part, harvest_arguments
+from headstart.recipes.command_line import Share, harvest_arguments
 from headstart.recipes.schema_train import TrainSection
 from headstart.trainers.parallel.launch import refuse_deepspeed, refuse_muon
 
@@ -88,7 +88,7 @@ def test_each_job_makes_the_part_of_its_number(launcher: str, tmp_path: Path) ->
         variables = {"JOB_COMPLETION_INDEX": "2"}
     typed = run_with_stubs(tmp_path, stubs, command, variables).split("|")[:-1]
     assert typed == ["harvest", *OVERRIDES, "--part", "3/64"]
-    assert harvest_arguments("", typed[1:])[1] == Part(3, 64)
+    assert harvest_arguments("", typed[1:])[1] == Share(3, 64)
 
 
 def test_muon_is_refused_where_ranks_hold_slices() -> None:

@@ -16,7 +16,7 @@ from matrix import slow_unless
 from safetensors.torch import load_file
 from tiny_run import contents, write_shard
 
-from headstart.data_pipelines.features.batches import Batch, Sample
+from headstart.data_pipelines.features.batches import Sample, TrainingBatch
 from headstart.data_pipelines.features.shards import FeatureStore, shard_name, write_manifest
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import load_head_for, save_head
@@ -172,15 +172,15 @@ def test_a_non_finite_loss_stops_at_once_and_names_its_step_and_samples(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Waiting until the next metrics are due would name other samples and spoil the weights."""
-    steps, collate = iter(range(1, 9)), Batch.collate
+    steps, collate = iter(range(1, 9)), TrainingBatch.collate
 
-    def spoil_the_third(samples: list[Sample], *rest: Any, **options: Any) -> Batch:
+    def spoil_the_third(samples: list[Sample], *rest: Any, **options: Any) -> TrainingBatch:
         batch = collate(samples, *rest, **options)
         if len(samples) > 1 and next(steps) == 3:  # one alone is looked at before the first step
             batch.taps[:] = math.nan
         return batch
 
-    monkeypatch.setattr(Batch, "collate", spoil_the_third)
+    monkeypatch.setattr(TrainingBatch, "collate", spoil_the_third)
     monkeypatch.setattr(loop, "measure", lambda *_: None)  # it collates batches, too
     assert_stops_in(make_recipe("run", "train.checkpoint_every=1"), step=3, what="loss")
 

@@ -13,7 +13,7 @@ from saved_tensors import SavedForBackward, storage_of
 from tiny_run import contents, tiny_recipe
 from torch.testing import assert_close
 
-from headstart.data_pipelines.features.batches import Batch
+from headstart.data_pipelines.features.batches import TrainingBatch
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.heads.base import LevelHead
 from headstart.heads.formats.export import export
@@ -63,13 +63,13 @@ def on_tuned(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"target": section})
 
 
-def joint_head(recipe: Recipe, folder: Path) -> tuple[JointHead, Batch]:
+def joint_head(recipe: Recipe, folder: Path) -> tuple[JointHead, TrainingBatch]:
     frozen = FrozenTarget.from_folder(folder / "target", torch.float32)
     vocab = draft_vocab(recipe.head, torch.zeros(frozen.config.vocab_size, dtype=torch.long))
     head = new_head(recipe.head, frozen, vocab, seed=0)
     target, store = TrainableTarget.load(recipe, torch.device("cpu")), FeatureStore(recipe.features_dir, "train", ())
     unrolled = JointHead(head, Teacher(frozen, vocab), Objective.from_recipe(recipe), recipe.train, target)
-    return unrolled, Batch.collate([store[number] for number in range(4)], torch.float32)
+    return unrolled, TrainingBatch.collate([store[number] for number in range(4)], torch.float32)
 
 
 def test_the_head_changes_no_token_of_the_tuned_target(tuned: Recipe, harvested: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.data_pipelines.features.batches import Batch, Sample, length_buckets, pack
+from headstart.data_pipelines.features.batches import Sample, TrainingBatch, length_buckets, pack
 from headstart.heads.base import LevelHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
@@ -41,7 +41,7 @@ def head_and_samples(make_head: MakeHead, name: str) -> tuple[LevelHead, list[Sa
 
 
 def loss_and_gradients(
-    head: LevelHead, frozen: FrozenTarget, batch: Batch, noise: Tensor | None = None
+    head: LevelHead, frozen: FrozenTarget, batch: TrainingBatch, noise: Tensor | None = None
 ) -> dict[str, Tensor]:
     """The training loss, the sums that it consists of, and its gradient with respect to each weight."""
     is_eagle1 = head.kind == "eagle1"
@@ -68,8 +68,8 @@ def test_packed_samples_give_the_same_loss_and_gradients_as_padded_ones(
     noises: list[Tensor | None] = [None, None]
     if name == "eagle1":
         noises = [input_noise(0.01, LENGTHS, keys, HIDDEN, "cpu", rows) for rows in (None, packing)]
-    padded = loss_and_gradients(head, frozen, Batch.collate(samples, torch.float32), noises[0])
-    batch = Batch.collate(samples, torch.float32, "cpu", packing)
+    padded = loss_and_gradients(head, frozen, TrainingBatch.collate(samples, torch.float32), noises[0])
+    batch = TrainingBatch.collate(samples, torch.float32, "cpu", packing)
     assert packing is not None
     assert batch.tokens.shape[0] == len(packing)
     packed = loss_and_gradients(head, frozen, batch, noises[1])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from headstart.data_pipelines.features.batches import Batch
+from headstart.data_pipelines.features.batches import TrainingBatch
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
 from headstart.heads.frozen import FrozenTarget
@@ -117,10 +117,10 @@ def test_a_run_without_a_token_to_learn_stops_before_its_first_step(
 def test_one_micro_batch_of_features_is_in_memory_at_a_time(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alive: list[weakref.ref[Batch]] = []
-    most, on_device = [0], Batch.to
+    alive: list[weakref.ref[TrainingBatch]] = []
+    most, on_device = [0], TrainingBatch.to
 
-    def watching(stored: Batch, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
+    def watching(stored: TrainingBatch, device: torch.device, dtype: torch.dtype | None = None) -> TrainingBatch:
         batch = on_device(stored, device, dtype)
         if dtype is None:
             return batch
@@ -128,7 +128,7 @@ def test_one_micro_batch_of_features_is_in_memory_at_a_time(
         most[0] = max(most[0], sum(each() is not None for each in alive))
         return batch
 
-    monkeypatch.setattr(Batch, "to", watching)
+    monkeypatch.setattr(TrainingBatch, "to", watching)
     recipe = make_recipe("run", "train.batch_size=8", "train.accumulate=4")
     one_step(recipe, monkeypatch)
     assert len(alive) == 4 + 3  # counted, then trained on; the last one is not read again
@@ -251,7 +251,7 @@ def test_a_long_prompt_was_computed_in_every_step_of_the_unroll(make_recipe: Cal
     tokens = len(sample.tokens)
     for trained_on in (2, tokens - 4):  # from the second token on, or the last ones alone
         mask = torch.arange(tokens) >= trained_on
-        batch = Batch.collate([replace(sample, loss_mask=mask)])
+        batch = TrainingBatch.collate([replace(sample, loss_mask=mask)])
         with FlopCounterMode(display=False) as counted:
             supervision = heads.supervise(batch, "0")
             heads.unroll(batch, supervision, None)

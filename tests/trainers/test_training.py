@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from headstart.data_pipelines.features.batches import Batch, Sample
+from headstart.data_pipelines.features.batches import Sample, TrainingBatch
 from headstart.data_pipelines.features.shards import FeatureStore, write_manifest
 from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.frozen import FrozenTarget
@@ -69,7 +69,7 @@ def random_head(harvested: Path, frozen: FrozenTarget, **section: Any) -> Eagle3
 
 def unrolled_loss(
     head: LevelHead,
-    batch: Batch,
+    batch: TrainingBatch,
     frozen: FrozenTarget,
     counts: Tensor | None = None,
     objective: Objective = EAGLE_3,
@@ -167,7 +167,7 @@ def test_the_loss_of_eagle_3_is_that_of_the_paper_written_out(
     with torch.no_grad():
         target_logits = [model(sample.tokens.unsqueeze(0)).logits[0] for sample in samples]
     expected, outside = reference_loss(head, samples, target_logits)
-    batch = Batch.collate(samples, torch.float32)
+    batch = TrainingBatch.collate(samples, torch.float32)
     loss = unrolled_loss(head, batch, frozen)
     assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     assert Teacher(frozen, head.vocab).supervise(batch).outside == outside
@@ -240,10 +240,11 @@ def test_the_loss_of_eagle_1_is_that_of_the_paper_written_out(harvested: Path, s
     assert_close(gradients(head, loss), expected_gradients, rtol=1e-5, atol=1e-5)
 
 
-def batch_for(head: DraftHead, samples: list[Sample]) -> Batch:
+def batch_for(head: DraftHead, samples: list[Sample]) -> TrainingBatch:
     """The samples as harvested for the head: EAGLE-1 taps only the last hidden state, which is not stored twice."""
     kept = slice(0, 0) if head.kind == "eagle1" else slice(None)
-    return Batch.collate([replace(sample, taps=sample.taps[:, kept]) for sample in samples], head.embedding.dtype)
+    stored = [replace(sample, taps=sample.taps[:, kept]) for sample in samples]
+    return TrainingBatch.collate(stored, head.embedding.dtype)
 
 
 def each_head(harvested: Path, frozen: FrozenTarget) -> list[tuple[LevelHead, Objective]]:
@@ -277,7 +278,7 @@ def test_no_tensor_holds_the_logits_of_all_positions(
     harvested: Path, frozen: FrozenTarget, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the head's logits nor the target's, forward or backward."""
-    head, batch = random_head(harvested, frozen, draft_vocab_size=90), Batch.collate(samples * 2, torch.float32)
+    head, batch = random_head(harvested, frozen, draft_vocab_size=90), TrainingBatch.collate(samples * 2, torch.float32)
     largest = {90: 0, 300: 0}  # positions of a tensor over the draft vocabulary, and over the target's
 
     class Watch(TorchDispatchMode):
@@ -302,7 +303,7 @@ def test_a_batch_without_a_supervised_position_has_no_loss_and_no_gradient(
     harvested: Path, frozen: FrozenTarget, samples: list[Sample]
 ) -> None:
     """Such a batch may be all that a rank gets."""
-    head, batch = random_head(harvested, frozen, draft_vocab_size=90), Batch.collate(samples, torch.float32)
+    head, batch = random_head(harvested, frozen, draft_vocab_size=90), TrainingBatch.collate(samples, torch.float32)
     batch.loss_mask.zero_()
     loss = unrolled_loss(head, batch, frozen, counts=torch.full((UNROLL,), 5.0))
     assert loss == 0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.data_pipelines.features.batches import Batch, tapped
+from headstart.data_pipelines.features.batches import TrainingBatch, tapped
 from headstart.heads.frozen import at_least_float32
 from headstart.heads.kinds.block import BlockHead
 from headstart.heads.kinds.block_attention import Blocks
@@ -56,11 +56,11 @@ class TrainedBlocks(HeadInTraining):
             head.shared_lm_head = teacher.within_vocab.lm_head
 
     @torch.no_grad()
-    def supervise(self, batch: Batch, key: str) -> BlockSupervision:
+    def supervise(self, batch: TrainingBatch, key: str) -> BlockSupervision:
         """Draw the blocks of a batch; they depend on the key and on each text alone, not on the rest of the batch."""
         return self.supervision_of(batch, draw_blocks(batch, self.anchors, key))
 
-    def supervision_of(self, batch: Batch, blocks: Blocks) -> BlockSupervision:
+    def supervision_of(self, batch: TrainingBatch, blocks: Blocks) -> BlockSupervision:
         device, seq = batch.tokens.device, batch.tokens.shape[1]
         levels = torch.arange(self.objective.unroll, device=device).unsqueeze(1)
         rows, anchors = blocks.indices(device)
@@ -87,7 +87,7 @@ class TrainedBlocks(HeadInTraining):
             outside=int((~drafted).sum()),
         )
 
-    def unroll(self, batch: Batch, supervision: Any, noise: Tensor | None) -> Tensor:
+    def unroll(self, batch: TrainingBatch, supervision: Any, noise: Tensor | None) -> Tensor:
         """The head's hidden state at each level of each block. [levels, blocks, hidden]"""
         assert noise is None
         head = self.head
@@ -115,7 +115,7 @@ class TrainedBlocks(HeadInTraining):
         return found
 
 
-def draw_blocks(batch: Batch, count: int, key: str) -> Blocks:
+def draw_blocks(batch: TrainingBatch, count: int, key: str) -> Blocks:
     """Up to `count` blocks from each text; their anchors are tokens that the target wrote, and wrote another after.
 
     The anchors of a text depend on the key and on its tokens, so they are the same in any batch and on any rank.
@@ -128,7 +128,7 @@ def draw_blocks(batch: Batch, count: int, key: str) -> Blocks:
     return blocks_at(found)
 
 
-def texts_of(batch: Batch) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+def texts_of(batch: TrainingBatch) -> Iterator[tuple[int, int, Tensor, Tensor]]:
     """Row, first column, tokens and loss mask of each text of a batch, with what pads it."""
     tokens, loss_mask = batch.tokens.cpu(), batch.loss_mask.cpu()
     everything = slice(0, tokens.shape[1])

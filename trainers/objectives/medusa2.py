@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from headstart.common.files import remove, whole_folder
-from headstart.data_pipelines.features.batches import Batch
+from headstart.data_pipelines.features.batches import TrainingBatch
 from headstart.heads.files import Tensors, as_os_error, give_umask_mode
 from headstart.heads.frozen import at_least_float32
 from headstart.heads.losses import forward_kl
@@ -137,7 +137,7 @@ class JointHead(UnrolledHead):
         self.target, self.tunes_target = target, True
 
     def forward(
-        self, batch: Batch, supervision: Supervision, counts: Tensor, noise: Tensor | None = None
+        self, batch: TrainingBatch, supervision: Supervision, counts: Tensor, noise: Tensor | None = None
     ) -> UnrollScores:
         """`UnrolledHead.forward` on the current target; after warm-up with the divergence from the original."""
         with torch.set_grad_enabled(self.tunes_target and torch.is_grad_enabled()):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from headstart.data_pipelines.features.batches import Batch, tapped
+from headstart.data_pipelines.features.batches import TrainingBatch, tapped
 from headstart.heads.frozen import at_least_float32
 from headstart.heads.kinds.block_attention import BlockCache, Blocks, Reach
 from headstart.heads.kinds.peagle import KEEP_RATIO, KEEP_SHARE_MIN, PEagleHead
@@ -48,11 +48,11 @@ class TrainedChains(UnrolledHead):
     head: PEagleHead
 
     @torch.no_grad()
-    def supervise(self, batch: Batch, key: str) -> ChainSupervision:
+    def supervise(self, batch: TrainingBatch, key: str) -> ChainSupervision:
         """Draw the chains of a batch; they depend on the key and on each text alone, not on the rest of the batch."""
         return self.supervision_of(batch, draw_chains(batch, self.objective.unroll, key))
 
-    def supervision_of(self, batch: Batch, chains: tuple[Blocks, ...]) -> ChainSupervision:
+    def supervision_of(self, batch: TrainingBatch, chains: tuple[Blocks, ...]) -> ChainSupervision:
         device = batch.tokens.device
         entries = []
         for masks, blocks in enumerate(chains):
@@ -76,7 +76,7 @@ class TrainedChains(UnrolledHead):
             outside=len(inside) - len(scored),
         )
 
-    def unroll(self, batch: Batch, supervision: Any, noise: Tensor | None) -> Tensor:
+    def unroll(self, batch: TrainingBatch, supervision: Any, noise: Tensor | None) -> Tensor:
         """The head's hidden state at each scored entry. [1, entries, feature]"""
         head, read, fill = self.head, self.run_step, self.run_masks
         if self.checkpointing:
@@ -113,7 +113,7 @@ class TrainedChains(UnrolledHead):
         return (weights[depths, 0] * losses).sum(), sums
 
 
-def draw_chains(batch: Batch, depths: int, key: str) -> tuple[Blocks, ...]:
+def draw_chains(batch: TrainingBatch, depths: int, key: str) -> tuple[Blocks, ...]:
     """The chains of a batch by their number of mask entries, 0 to depths - 1.
 
     Each position that the target wrote a token after has a chain. Of N positions of a text, depth d keeps

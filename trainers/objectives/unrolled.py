@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from headstart.data_pipelines.features.batches import Batch, SampleStore, in_rows, of_samples, tapped
+from headstart.data_pipelines.features.batches import SampleStore, TrainingBatch, in_rows, of_samples, tapped
 from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.frozen import FrozenTarget, at_least_float32
 from headstart.heads.losses import OBJECTIVES, acceptance, feature_distance
@@ -61,10 +61,10 @@ class Teacher:
         self.frozen, self.vocab = frozen, vocab
         self.within_vocab = frozen.within(vocab)
         self.column = vocab.columns().to(frozen.embedding.device)  # [vocab]
-        self.drafted: dict[tuple[SampleStore, int], Tensor] = {}  # of the samples read so far, see `Batch.drafted`
+        self.drafted: dict[tuple[SampleStore, int], Tensor] = {}  # see `TrainingBatch.drafted`
 
     @torch.no_grad()
-    def supervise(self, batch: Batch) -> Supervision:
+    def supervise(self, batch: TrainingBatch) -> Supervision:
         """Find the supervised positions of a batch."""
         written = torch.zeros_like(batch.loss_mask)
         written[:, :-1] = batch.loss_mask[:, 1:]
@@ -84,8 +84,8 @@ class Teacher:
         )
 
     def with_drafted(
-        self, store: SampleStore, numbers: Sequence[int], batch: Batch, packing: list[list[int]] | None = None
-    ) -> Batch:
+        self, store: SampleStore, numbers: Sequence[int], batch: TrainingBatch, packing: list[list[int]] | None = None
+    ) -> TrainingBatch:
         """The batch of these samples with `drafted`, computed when a sample is read first.
 
         The logits over a vocabulary of 262,144 tokens can take 20 times as long as the rest of a training step.
@@ -100,7 +100,7 @@ class Teacher:
             self.drafted |= zip(keys, of_samples(drafted, batch.lengths, packing), strict=True)
         return replace(batch, drafted=in_rows([self.drafted[key] for key in keys], packing))
 
-    def can_draft(self, batch: Batch, rows: Tensor, columns: Tensor) -> Tensor:
+    def can_draft(self, batch: TrainingBatch, rows: Tensor, columns: Tensor) -> Tensor:
         """Whether the target's choice after each of these positions is in the draft vocabulary."""
         if self.vocab.is_full:
             return torch.ones_like(rows, dtype=torch.bool)
@@ -152,12 +152,12 @@ class HeadInTraining(nn.Module, ABC):
         self.head, self.teacher, self.objective = head, teacher, objective
         self.checkpointing = section is not None and bool(section.activation_checkpointing)
 
-    def supervise(self, batch: Batch, key: str) -> Any:
+    def supervise(self, batch: TrainingBatch, key: str) -> Any:
         """Find the supervised positions of a batch; `key` seeds whatever a kind of head draws at random."""
         return self.teacher.supervise(batch)
 
     def forward(
-        self, batch: Batch, supervision: Supervision, counts: Tensor, noise: Tensor | None = None
+        self, batch: TrainingBatch, supervision: Supervision, counts: Tensor, noise: Tensor | None = None
     ) -> UnrollScores:
         """Score every unroll step; its loss is a sum divided by `counts`, [unroll], its positions on all ranks."""
         hidden = self.unroll(batch, supervision, noise)
@@ -170,7 +170,7 @@ class HeadInTraining(nn.Module, ABC):
         return UnrollScores(loss * largest, supervision.counts(self.objective.unroll), *sums)
 
     @abstractmethod
-    def unroll(self, batch: Batch, supervision: Any, noise: Tensor | None) -> Tensor:
+    def unroll(self, batch: TrainingBatch, supervision: Any, noise: Tensor | None) -> Tensor:
         """The head's hidden state that predicts each position, at each step. [unroll, positions, feature]"""
 
     @abstractmethod
@@ -201,7 +201,7 @@ class UnrolledHead(HeadInTraining):
 
     head: LevelHead
 
-    def unroll(self, batch: Batch, supervision: Any, noise: Tensor | None) -> Tensor:
+    def unroll(self, batch: TrainingBatch, supervision: Any, noise: Tensor | None) -> Tensor:
         head, target, cache = self.head, self.head.target, UnrollCache(documents=batch.documents)
         features = head.project(tapped(batch.taps, batch.last_hidden, head.taps, target.num_layers))
         features = features if noise is None else features + noise.to(features.dtype)  # [batch, seq, feature]

@@ -25,7 +25,7 @@ from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.other_commands import AdaptOptions, adapt_options
 from headstart.trainers.refresh.refresh import Refreshed, refresh
-from headstart.trainers.refresh.server import RefusedError, Server, UnreachableError
+from headstart.trainers.refresh.server import AdaptingServer, RefusedError, UnreachableError
 from headstart.trainers.refresh.versions import Versions
 
 RATE = 0.1  # of the recipe's learning rates, which are those of a new head
@@ -39,7 +39,7 @@ def main() -> None:
 
 def adapt(recipe: Recipe, options: AdaptOptions) -> None:
     """Adapt the served head again and again, or once."""
-    versions, server = Versions(options.versions or recipe.run_dir / "versions"), Server(options.server)
+    versions, server = Versions(options.versions or recipe.run_dir / "versions"), AdaptingServer(options.server)
     if options.roll_back:
         server.facts()  # nothing is written if the server is not there
         chosen = versions.go_back()
@@ -67,7 +67,7 @@ class Learner:
     recipe: Recipe
     options: AdaptOptions
     versions: Versions
-    server: Server
+    server: AdaptingServer
     target: TargetConfig
     learned: dict[str, int] = field(default_factory=dict)  # run of the server -> its tokens at the last candidate
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from headstart.common.errors import wrong_value
 from headstart.common.files import whole_folder
-from headstart.data_pipelines.features.batches import Batch, Sample, median_tap_sizes, pack
+from headstart.data_pipelines.features.batches import Sample, TrainingBatch, median_tap_sizes, pack
 from headstart.data_pipelines.features.shards import FeatureStore, stored_taps
 from headstart.heads.base import DraftHead
 from headstart.heads.frozen import FrozenTarget
@@ -244,7 +244,7 @@ def fit(
             texts = [sample(number) for number in part]
             packing = pack([len(text.tokens) for text in texts], section.pack_tokens)
             with autocast(section, device), tf32_allowed(device):
-                batch = Batch.collate(texts, torch.float32, device, packing)
+                batch = TrainingBatch.collate(texts, torch.float32, device, packing)
                 supervision = unrolled.supervise(batch, f"{seed} {taken}")
                 loss = unrolled(batch, supervision, supervision.counts(objective.unroll)).loss / len(parts)
             loss.backward()

@@ -18,7 +18,7 @@ PATIENCE = 3600.0  # seconds: a new head takes over when the texts that have beg
 LONGEST = 2048  # the last positions of a text that are trained on
 
 
-class Server:
+class AdaptingServer:
     """A server with --adapt-memory. Raises UnreachableError or RefusedError."""
 
     def __init__(self, url: str) -> None:

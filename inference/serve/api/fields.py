@@ -180,13 +180,13 @@ class Listed(BaseModel, strict=True):
         return in_turn(values)
 
 
-class Part(Listed, extra="allow"):
+class ContentPart(Listed, extra="allow"):
     """A part of a message's content; `read_pictures` reads it."""
 
     type: Text
 
 
-Parts = Annotated[list[Part], Allowed("")]
+Parts = Annotated[list[ContentPart], Allowed("")]
 
 
 class Message(Listed, extra="allow"):

@@ -14,12 +14,12 @@ from headstart.inference.serve.api.fields import (
     Allowed,
     ChatRequest,
     CommonFields,
+    ContentPart,
     Fields,
     Flag,
     Format,
     JsonSchema,
     Listed,
-    Part,
     Parts,
     Range,
     Text,
@@ -163,7 +163,7 @@ class ResponsesRequest(CommonFields):
         return messages
 
 
-def as_chat_content(content: str | list[Part] | None) -> Any:
+def as_chat_content(content: str | list[ContentPart] | None) -> Any:
     """Content as a chat has it."""
     return [part.model_dump() for part in content] if isinstance(content, list) else content
 

@@ -18,7 +18,13 @@ from headstart.inference.report import forcing
 from headstart.inference.report.compare import Comparison, published_figures, speedup
 from headstart.inference.report.forcing import Forced, Forcing, gaps
 from headstart.inference.report.methods import Method
-from headstart.inference.report.questions import CONVERSATION, SPEED_BENCH_CATEGORIES, Chat, Prompt, read_questions
+from headstart.inference.report.questions import (
+    CONVERSATION,
+    SPEED_BENCH_CATEGORIES,
+    Prompt,
+    QuestionTemplate,
+    read_questions,
+)
 from headstart.inference.report.rounds import Round, Run, able_to_batch, run_batch, run_rounds, seconds_and_tokens
 from headstart.inference.report.tables import low_to_high
 from headstart.inference.targets.chat_template import ChatTemplate
@@ -255,7 +261,7 @@ def test_a_later_turn_follows_plain_decodings_answer_for_every_method(make_model
     tokenizer = build_tokenizer()
     target = TargetModel(make_model(vocab_size=len(tokenizer)), ())
     template = ChatTemplate(tokenizer)
-    prompts, chat = read_questions(path, template, 1000, 2), Chat(template, 100)
+    prompts, chat = read_questions(path, template, 1000, 2), QuestionTemplate(template, 100)
     methods = [Method("generate", transformers=True), Method("plain")]
     rounds = run_rounds(methods, target, prompts, 6, Sampling(1.0), 0, 2, chat.next_turn)
     assert [(each.number, len(each.prompts)) for each in rounds] == [(0, 2), (0, 1)]
@@ -267,7 +273,7 @@ def test_a_later_turn_follows_plain_decodings_answer_for_every_method(make_model
 
 
 def test_a_chat_that_is_too_long_loses_its_middle_and_a_text_to_continue_does_not() -> None:
-    chat, long = Chat(ChatTemplate(build_tokenizer()), 5), [*range(9)]
+    chat, long = QuestionTemplate(ChatTemplate(build_tokenizer()), 5), [*range(9)]
     assert chat.shortened(Prompt(long, "qa", ("said",))).tokens == [0, 1, 2, 7, 8]
     assert chat.shortened(Prompt(long, "qa", ("said",))).left_out == 4
     assert chat.shortened(Prompt(long[:5], "qa", ("said",))).left_out == 0
