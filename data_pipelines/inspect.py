@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Response as Coloured
+from rich.text import Text as Coloured
 
 from headstart.common.files import read_jsonl
 from headstart.data_pipelines.prompts.prompts import (
