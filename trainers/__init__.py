@@ -5,7 +5,7 @@ from headstart.recipes.schema import Recipe
 
 
 def run(recipe: Recipe, given: DeviceMemory | None = None) -> None:
-    """Train the recipe's head as its script does; a dry run may plan for `given` devices."""
+    """Train the recipe's head as the script for its kind does; a dry run may plan for `given` devices."""
     from headstart.trainers.eagle import train
 
-    train(recipe, given)
+    train(recipe, given, recipe.head.script)

@@ -6,6 +6,8 @@
 Stopped or killed at any step, the same command continues from the newest checkpoint and ends in the same weights.
 """
 
+from functools import partial
+
 from headstart.common.errors import CONTINUES
 from headstart.recipes import run_command
 from headstart.recipes.command_line import recipe_and_devices
@@ -13,7 +15,7 @@ from headstart.trainers.eagle import train
 
 
 def main() -> None:
-    run_command(__doc__, train, CONTINUES, recipe_and_devices)
+    run_command(__doc__, partial(train, script="trainers/block.py"), CONTINUES, recipe_and_devices)
 
 
 if __name__ == "__main__":

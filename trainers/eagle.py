@@ -14,14 +14,17 @@ from headstart.recipes import Recipe, run_command
 from headstart.recipes.command_line import DeviceMemory, recipe_and_devices
 
 
-def train(recipe: Recipe, given: DeviceMemory | None = None) -> None:
-    """Run the stages from prompts to head, of any kind; those that are complete and match the recipe are reused."""
+def train(recipe: Recipe, given: DeviceMemory | None = None, script: str = "trainers/eagle.py") -> None:
+    """Run the stages from prompts to head; those that are complete and match the recipe are reused.
+
+    `script` is what the user started: medusa.py and block.py run the same stages for heads of their kinds.
+    """
     # Here, so that torch is loaded only when the recipe is known to be right.
     from headstart.data_pipelines.harvest import open_harvest
     from headstart.data_pipelines.harvest_stages import OneTarget
     from headstart.trainers.stages import TrainingRun
 
-    run = TrainingRun.start(recipe, given)
+    run = TrainingRun.start(recipe, script, given)
     if recipe.train.dry_run:
         return run.print_plan()
     target = OneTarget(recipe)  # it harvests, then decodes and teaches

@@ -28,6 +28,7 @@ from headstart.inference.targets.loading import slow_format
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.command_line import DeviceMemory
+from headstart.recipes.fields import head_kinds
 from headstart.trainers.evaluation import TEMPERATURES, HeldOutDecoding
 from headstart.trainers.loop import train
 from headstart.trainers.memory import Machine, fitted, refuse_more_than_memory
@@ -60,12 +61,13 @@ class TrainingRun:
     machine: Machine
 
     @classmethod
-    def start(cls, recipe: Recipe, given: DeviceMemory | None = None) -> "TrainingRun":
-        """Join the launch; raises ValueError if it contradicts the recipe.
+    def start(cls, recipe: Recipe, script: str, given: DeviceMemory | None = None) -> "TrainingRun":
+        """Join the launch; raises ValueError if it contradicts the recipe, or if another script trains its head.
 
         A dry run may plan for `given` devices, which this machine need not have.
         """
         end_with_launcher()
+        refuse_other_script(recipe, script)
         accelerator = start_accelerator(recipe)
         if given is not None:
             return cls(recipe, accelerator, Machine.described(recipe, given))
@@ -174,6 +176,14 @@ class TrainingRun:
             print(measured)
         with_target = "" if recipe.joint.mode is None else f" target.path={shown(recipe.tuned_target_dir)}"
         print(f"{state} {shown(recipe.head_dir)}; next: headstart report RECIPE{with_target}")
+
+
+def refuse_other_script(recipe: Recipe, script: str) -> None:
+    """Raise ValueError if another script trains the recipe's kind of head."""
+    if recipe.head.script != script:
+        kinds = ", ".join(kind for kind, section in head_kinds().items() if section.script == script)
+        advice = f"start it with: accelerate launch {recipe.head.script} RECIPE"
+        raise ValueError(f"head.kind: {recipe.head.kind} given, {script} trains {kinds}; {advice}")
 
 
 def is_exported(recipe: Recipe, checkpoints: Checkpoints) -> bool:

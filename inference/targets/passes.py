@@ -313,7 +313,7 @@ class Passes:
         kept = [module.rope_deltas for module in self.keep_offsets if module.rope_deltas is not None]
         for module in self.keep_offsets:
             module.rope_deltas = None
-        return int(kept[0]) if kept else 0
+        return int(kept[0].flatten()[0]) if kept else 0
 
     def prepare_step(self, cache: KVCache, drafts: bool) -> bool:
         """Before a step, advance recurrent states whose windows are full; returns whether the step may draft.

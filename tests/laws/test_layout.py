@@ -72,7 +72,7 @@ BUDGETS = {
     "inference/serve/api": 1_867,
     "inference/targets": 3_366,
     "recipes": 1_913,
-    "trainers": 1_968,
+    "trainers": 1_985,
     "trainers/objectives": 808,
     "trainers/parallel": 545,
     "trainers/refresh": 677,
