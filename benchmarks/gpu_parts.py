@@ -41,7 +41,8 @@ from headstart.inference.core.verify import VerifiedOnHost, VerifiedRow
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import DecodeLoop, loop_of
-from headstart.inference.kernels import join_linears
+from headstart.inference.kernels import join_linears, own_layers_of
+from headstart.inference.targets.attention import fuse_head
 from headstart.inference.targets.cuda_graph import SpareSteps, StaticStep
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, load_recipe
@@ -151,6 +152,7 @@ class Setting:
         if CUDA:
             target.speed_up(lambda: target)
             join_linears(head)
+            fuse_head(head, target.fast_form.fused)
         return cls(target, head.eval().requires_grad_(False), 512 if CUDA else 32)
 
     @property
@@ -237,6 +239,7 @@ def decoding(results: Results) -> None:
     weights -= setting.target.frozen.embedding.nbytes  # a step reads one row of the input embedding
     bandwidth = copy_bandwidth()
     results.add("limit", value=round(bandwidth / weights, 1), copy_gb_per_s=round(bandwidth / 1e9), weights=weights)
+    results.add("fused kernels", value=sorted(setting.target.fast_form.fused))
     new_tokens = 64 if CUDA else 8
     results.measure("plain, captured, tokens/s", lambda: decode_rate(setting, None, True, new_tokens))
     for nodes in (1, 8, 64):
@@ -246,6 +249,8 @@ def decoding(results: Results) -> None:
     sampled = decode_step(setting, TREE, 1, Sampling(1.0))
     results.measure("EAGLE-3 tree at temperature 1, ms", partial(milliseconds, sampled))
     results.measure("capture of a target step, s", partial(first_call, target_step(setting, 32)))
+    with own_layers_of(setting.target.model):  # without the kernels, and without joined projections
+        results.measure("target step of 1 nodes, own layers, ms", partial(milliseconds, target_step(setting, 1)))
     setting.forget()
     ours = partial(decode_rate, setting, None, False, 16)
     results.measure("plain, changing shapes, tokens/s", ours)

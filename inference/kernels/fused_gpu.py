@@ -57,7 +57,7 @@ def turned(start, column, size, weight, eps, cosines, sines, HAS_NORM: tl.conste
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["block", "pending"])  # else some of their values would be compiled for, in a text
 def rotate(
     joint, cosines, sines, query_weight, key_weight, query, key, value, starts,
     heads, key_heads, block, size, pending, eps, rotary_row, rotary_node,
