@@ -211,7 +211,7 @@ def test_a_head_of_pictures_is_trained_calibrated_and_drafts_the_targets_text(tm
     build_seeing_run(tmp_path)
     fields = ["head={kind: block, num_layers: 1}", "train={steps: 4, batch_size: 3}"] if kind == "block" else []
     recipe = tiny_recipe(tmp_path, *fields, "train.eval_prompts=4", "train.steps=4", "train.checkpoint_every=4")
-    train(recipe)
+    train(recipe, script="trainers/block.py" if kind == "block" else "trainers/eagle.py")
     measured = [row for row in read_growing_jsonl(recipe.metrics_path) if "heldout/tau" in row]
     assert measured[-1]["heldout/tau"] >= 1
     requests = held_out_prompts(recipe)

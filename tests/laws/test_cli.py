@@ -45,14 +45,14 @@ def test_a_subcommand_runs_the_main_of_its_module_with_the_arguments(
         ("tiny_block.yaml", "trainers/block.py"),
     ],
 )
-def test_train_names_the_script_of_the_recipes_kind_of_head(
+def test_train_runs_the_script_of_the_recipes_kind_of_head(
     recipe: str, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen: list[Recipe] = []
+    seen: list[tuple[Recipe, str]] = []
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(eagle, "train", lambda recipe, given: seen.append(recipe))
+    monkeypatch.setattr(eagle, "train", lambda recipe, given, script: seen.append((recipe, script)))
     headstart(monkeypatch, "train", f"recipes/{recipe}", "train.steps=1")
-    assert seen == [load_recipe(f"recipes/{recipe}", ["train.steps=1"])]
+    assert seen == [(load_recipe(f"recipes/{recipe}", ["train.steps=1"]), script)]
     assert f"--num_processes N {script} RECIPE" in capsys.readouterr().out
 
 

@@ -215,9 +215,10 @@ def test_a_single_row_reads_no_slot_that_it_has_not_written(
     text = PROMPT + generate(target, PROMPT, 20).tokens
 
     def decode_with(filler: float) -> tuple[list[int], list[int]]:
+        drafter = DRAFTERS[drafter_name](Texts(target, [text], make_head))
         with monkeypatch.context() as patched:
             patched.setattr(torch, "empty", partial(torch.full, fill_value=filler))
-            found = generate(target, PROMPT, 20, drafter=DRAFTERS[drafter_name](Texts(target, [text], make_head)))
+            found = generate(target, PROMPT, 20, drafter=drafter)
         return found.tokens, found.stats.accepted_at_depth
 
     set_page_size(4)
