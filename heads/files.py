@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headstart.common.files import naming, read_json, remove, removed_on_failure, whole_folder, write_text
 from headstart.common.remote import publish
+from headstart.heads.quantised import dense
 
 MODEL = "model.safetensors"
 SAFETENSORS = (MODEL, "medusa_lm_head.safetensors")
@@ -42,8 +43,8 @@ class HeadFiles:
 
     @classmethod
     def read(cls, folder: Path) -> "HeadFiles":
-        """Read the folder; raises ValueError that names whatever is missing or damaged."""
-        return cls(folder, read_config(folder), read_weights(folder))
+        """Read the folder, with float8 weights made wide; raises ValueError that names what is missing or damaged."""
+        return cls(folder, read_config(folder), dense(read_weights(folder), folder))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -314,8 +314,10 @@ class ExportSection(Section):
         description="Format of the export. vllm, sglang and tensorrt_llm read the same files; speculators is the "
         "library's layout, gguf llama.cpp's; native loads in headstart only.",
     )
-    dtype: Dtype | None = Field(
-        default=None, description="Number format of the exported weights; null keeps the head's."
+    dtype: Dtype | Literal["float8"] | None = Field(
+        default=None,
+        description="Number format of the exported weights; null keeps the head's. float8 is that of the projections "
+        "alone, of EAGLE heads for vllm.",
     )
 
 

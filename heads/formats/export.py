@@ -15,6 +15,7 @@ RUN_DIR/export/FORMAT, which must not exist yet. To share it: hf upload ORG/NAME
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -22,6 +23,7 @@ from shlex import quote
 import torch
 from torch import Tensor
 
+from headstart.common.errors import wrong_value
 from headstart.common.files import read_json
 from headstart.heads.files import MODEL, HeadFiles, read_safetensors, refuse_existing, write_folder, write_safetensors
 from headstart.heads.formats.card import acceptance_lengths, card
@@ -32,6 +34,7 @@ from headstart.heads.formats.lint import violations
 from headstart.heads.formats.subject import ServedTarget, Violation
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
 from headstart.heads.kinds.checkpoint import load_head_for, stored_dtype
+from headstart.heads.quantised import FLOAT8_CONFIG, dense, in_float8
 from headstart.heads.target_config import folder_of, path_for_engines
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.checks import refuse_original_target
@@ -60,7 +63,9 @@ def export(recipe: Recipe) -> Path:
     refuse_existing(folder)
     target_folder = folder_of(recipe.target)
     source = recipe.head_in_use
-    frozen = FrozenTarget.from_folder(target_folder, getattr(torch, section.dtype or stored_dtype(source)))
+    in_eight_bits = section.dtype == "float8"
+    dtype = stored_dtype(source) if in_eight_bits or section.dtype is None else section.dtype
+    frozen = FrozenTarget.from_folder(target_folder, getattr(torch, dtype))
     head = load_head_for(source, frozen)
     architectures = read_json(target_folder / "config.json").get("architectures", [])
     path = path_for_engines(recipe.target, target_folder)
@@ -68,26 +73,39 @@ def export(recipe: Recipe) -> Path:
     config, tensors = files_in_format(section.format, head, target)
 
     files = HeadFiles(folder, config, tensors)
+    if in_eight_bits:
+        files = as_float8(section, files)
     by_engine = checked_engines(section, files, frozen)
     additions: list[Callable[[Path], None]] = []
     if section.format == "gguf":
         additions.append(partial(write_gguf, find_converter(), target=target_folder, dtype=config["torch_dtype"]))
     if is_whole_target(head, section.format):
         additions.append(partial(write_whole_target, target=target_folder, tensors=tensors))
-    if for_transformers := layout_of(files) is EAGLE3 and not config["norm_before_fc"]:
+    if for_transformers := layout_of(files) is EAGLE3 and not in_eight_bits and not config["norm_before_fc"]:
         additions.append(write_custom_generate)
     clean = [engine for engine, broken in by_engine.items() if not broken]
     lengths = acceptance_lengths(recipe) if source == recipe.head_dir else {}
     promise = {"acceptance_length": lengths} if lengths else {}
     config["headstart"] = {**config["headstart"], "engines": clean, **promise}
     readme = card(recipe, head, target, target_folder, folder, by_engine, for_transformers)
-    write_folder(files, readme, *additions)
+    write_folder(replace(files, tensors=in_float8(files.tensors)) if in_eight_bits else files, readme, *additions)
     engines = ", ".join(clean) or "headstart"
     print(
         f"{head.kind} head written to {folder}; {engines} can serve it, with the commands in its README.md; to share "
         f"it: hf upload ORG/NAME {quote(str(folder))}"
     )
     return folder
+
+
+def as_float8(section: ExportSection, files: HeadFiles) -> HeadFiles:
+    """The head with the numbers that float8 holds; raises ValueError if the format's engine reads no such head."""
+    engine = FORMATS[section.format]
+    if engine not in layout_of(files).float8:
+        given = f"'float8' with export.format {section.format!r} for a head of kind {layout_of(files).kind.kind}"
+        remedy = "choose bfloat16, or export an EAGLE head for vllm"
+        raise wrong_value("export.dtype", given, "a head that its engine reads in float8 is", remedy)
+    rounded = dense(in_float8(files.tensors), files.folder)
+    return HeadFiles(files.folder, {**files.config, "quantization_config": FLOAT8_CONFIG}, rounded)
 
 
 def checked_engines(section: ExportSection, files: HeadFiles, frozen: FrozenTarget) -> dict[str, list[Violation]]:

@@ -85,6 +85,7 @@ class Layout:
     rename: Callable[[str], str] = str  # the one spelling of a tensor's name
     write: Callable[[Any, ServedTarget], Files] | None = None  # the files of a head, if a format of its own has them
     captured_taps: Callable[["Subject", str], list[int]] | None = None  # those of an engine, if they may differ
+    float8: frozenset[str] = frozenset()  # the engines that read projections in float8
     is_speculators: bool = False  # its config.json has the layer's keys in a section of their own
 
 

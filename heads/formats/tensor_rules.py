@@ -61,6 +61,9 @@ def target_of_sizes(target: TargetConfig, drafted: int) -> tuple[FrozenTarget, D
 
 
 def number_formats(subject: Subject, engine: str) -> Iterator[Violation]:
+    if subject.files.config.get("quantization_config") and engine not in subject.layout.float8:
+        allowed = "weights of 16 bits or more are required; export the head in bfloat16"
+        yield Violation(engine, "error", "quantization_config", "float8", allowed)
     for name, tensor in sorted(subject.files.tensors.items()):
         if name.removeprefix("model.") not in MAPS and not has_weight_dtype(tensor):
             dtype = str(tensor.dtype).removeprefix("torch.")

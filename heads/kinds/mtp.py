@@ -28,8 +28,9 @@ from transformers.modeling_layers import MtpModel
 
 from headstart.heads.base import EXTRA_ROTARY_POSITIONS, Features, Hidden, LastHiddenHead, Mask, Positions, Tokens
 from headstart.heads.files import read_json_object
-from headstart.heads.frozen import SCALE_SUFFIXES, FrozenTarget, SafetensorsFolder
+from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
 from headstart.heads.layers import AttentionCache, attention
+from headstart.heads.quantised import SCALE_SUFFIXES
 from headstart.heads.target_ends import auto_class
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema_heads import MtpSection

@@ -126,6 +126,36 @@ def test_one_export_serves_three_engines_and_loads_in_headstart(
     assert same_bits(load_head_for(folder, frozen).state_dict(), head.state_dict())
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "limited", "eagle1"])
+def test_projections_in_float8_are_read_as_the_numbers_that_were_written(
+    make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path, kind: str
+) -> None:
+    head = make_head(**HEADS[kind])
+    folder = exported(head, tmp_path, target_folder, "vllm", dtype="float8")
+    stored, found = read_tensors(folder), load_head_for(folder, frozen).served_tensors()
+    narrow = {name for name, tensor in stored.items() if tensor.dtype == torch.float8_e4m3fn}
+    projections = {f"{each}_proj" for each in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert {name.split(".")[-2] for name in narrow} == projections | {"fc"}
+    for name, tensor in head.served_tensors().items():
+        if name not in narrow:
+            assert torch.equal(found[name], tensor)
+            continue
+        assert torch.equal(found[name], stored[name].float() * stored[f"{name}_scale"])
+        assert (found[name] - tensor).abs().max() <= tensor.abs().max() / 16  # half a step of three bits
+    assert lint(folder, str(target_folder), ["vllm"]) == []
+    assert [each.where for each in lint(folder, str(target_folder), ["sglang"])] == ["quantization_config"]
+    assert read_config(folder)["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] == 8
+
+
+@pytest.mark.parametrize(("kind", "name"), [("eagle3", "sglang"), ("medusa", "vllm"), ("dspark", "vllm")])
+def test_float8_is_refused_where_no_engine_is_known_to_read_it(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, kind: str, name: str
+) -> None:
+    with pytest.raises(ValueError, match=f"export.dtype: 'float8' with export.format '{name}'"):
+        exported(make_head(**HEADS[kind]), tmp_path, target_folder, name, dtype="float8")
+    assert not [*tmp_path.glob("export/*")]
+
+
 def test_a_head_that_only_one_engine_can_serve_names_only_that_engine(
     make_head: MakeHead, target_folder: Path, tmp_path: Path
 ) -> None:

@@ -18,7 +18,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from headstart.heads.frozen import FrozenTarget, SafetensorsFolder, dequantised, requantised
+from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
+from headstart.heads.quantised import dequantised, requantised
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.heads.target_ends import TargetEnds, auto_class
 from headstart.inference.targets.attention import GROUPED

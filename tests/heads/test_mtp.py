@@ -18,9 +18,10 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from headstart.heads.formats.convert import convert
-from headstart.heads.frozen import FrozenTarget, requantised
+from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import load_head_for, new_head, save_head
 from headstart.heads.kinds.mtp import OLDEST, MtpHead
+from headstart.heads.quantised import requantised
 from headstart.heads.unroll_attention import UnrollCache
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.request import Request

@@ -222,6 +222,7 @@ EAGLE1 = Layout(
     rules=dict.fromkeys(("vllm", "sglang"), (*SHARED, other_embedding, eagle1_bias)),
     commands={"vllm": partial(commands.vllm_command, "eagle"), "sglang": partial(commands.sglang_command, "EAGLE")},
     steps=(*STEPS, share_embedding),
+    float8=frozenset({"vllm"}),  # since vllm#28435
     shapes=eagle1_shapes,
     optional=frozenset({"fc.bias", "embed_tokens.weight"}),
     architectures={"vllm": {"EagleLlamaForCausalLM", "LlamaForCausalLM"}, "sglang": {"LlamaForCausalLMEagle"}},
@@ -243,6 +244,7 @@ EAGLE3 = Layout(
         "llama_cpp": commands.llama_cpp_command,
     },
     steps=(*EAGLE3_STEPS, share_embedding),
+    float8=frozenset({"vllm"}),
     shapes=eagle3_shapes,
     optional=frozenset({"d2t", "t2d", "embed_tokens.weight"}),
     architectures={
