@@ -57,22 +57,22 @@ def turned(start, column, size, weight, eps, cosines, sines, HAS_NORM: tl.conste
     )
 
 
-@triton.jit(do_not_specialize=["block", "pending"])  # else some of their values would be compiled for, in a text
+@triton.jit(do_not_specialize=["nodes", "pending"])  # else some of their values would be compiled for, in a text
 def rotate(
     joint, cosines, sines, query_weight, key_weight, query, key, value, starts,
-    heads, key_heads, block, size, pending, eps, rotary_row, rotary_node,
+    heads, key_heads, nodes, size, pending, eps, rotary_row, rotary_node,
     key_row, key_head, key_slot, value_row, value_head, value_slot,
     HAS_NORM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One head of one token, to `query` or its slot; grid: tokens of all rows, heads of queries, keys and values."""
     token, head = tl.program_id(0), tl.program_id(1)
-    row, node, column = (token // block).to(tl.int64), token % block, tl.arange(0, WIDTH)
+    row, node, column = (token // nodes).to(tl.int64), token % nodes, tl.arange(0, WIDTH)
     start = joint + (token.to(tl.int64) * (heads + 2 * key_heads) + head) * size
     slot, inside = tl.load(starts + row) + pending + node, column < size
     at = row * rotary_row + node * rotary_node
     if head < heads:
         found = turned(start, column, size, query_weight, eps, cosines + at, sines + at, HAS_NORM)
-        to = query + ((row * heads + head) * block + node) * size + column
+        to = query + ((row * heads + head) * nodes + node) * size + column
         tl.store(to, found.to(query.dtype.element_ty), mask=inside)
     elif head < heads + key_heads:
         found = turned(start, column, size, key_weight, eps, cosines + at, sines + at, HAS_NORM)
