@@ -18,7 +18,7 @@ from headstart.heads.vocab import DraftVocab
 
 EXTRA_ROTARY_POSITIONS = 64  # rotary table rows beyond the target's positions: an unroll runs past a sample's end
 ADDED = ("o_proj.weight", "down_proj.weight", "markov_w2.weight", "gate_proj.bias")  # zero at first
-SHARED = ("embedding", "norm_weight", "norm_bias", "lm_head", "lm_head_bias")
+SHARED = ("norm_weight", "norm_bias", "lm_head", "lm_head_bias")
 Features = Float[Tensor, "batch seq feature"]
 Tokens = Int[Tensor, "batch seq"]
 Positions = Int[Tensor, "*batch seq"]
@@ -297,7 +297,7 @@ class LastHiddenHead(LevelHead):
     @property
     def frozen(self) -> FrozenTarget:
         """The target's shared tensors, on this head's device."""
-        shared = {name: getattr(self, name) for name in SHARED}
+        shared = {name: getattr(self, name) for name in ("embedding", *SHARED)}
         return FrozenTarget(config=self.target, logit_scale=self.logit_scale, softcap=self.softcap, **shared)
 
     @property

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headstart.common.files import naming, read_json, remove, removed_on_failure, whole_folder, write_text
 from headstart.common.remote import publish
-from headstart.heads.quantised import dense
+from headstart.heads.quantised import without_scales
 
 MODEL = "model.safetensors"
 SAFETENSORS = (MODEL, "medusa_lm_head.safetensors")
@@ -44,7 +44,7 @@ class HeadFiles:
     @classmethod
     def read(cls, folder: Path) -> "HeadFiles":
         """Read the folder, with float8 weights made wide; raises ValueError that names what is missing or damaged."""
-        return cls(folder, read_config(folder), dense(read_weights(folder), folder))
+        return cls(folder, read_config(folder), without_scales(read_weights(folder), folder))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

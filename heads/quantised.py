@@ -39,7 +39,7 @@ def in_float8(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def dense(tensors: dict[str, Tensor], source: object) -> dict[str, Tensor]:
+def without_scales(tensors: dict[str, Tensor], source: object) -> dict[str, Tensor]:
     """A head's tensors without scales, in floating point; raises ValueError, with the source, as `dequantised` does."""
     scales = {f"{name}_scale": name for name in tensors if f"{name}_scale" in tensors}
     found = {name: tensor for name, tensor in tensors.items() if name not in scales}

@@ -96,7 +96,7 @@ class UserTemplate:
                 raise wrong_value("data.prompt_tokens", data.prompt_tokens, f"{used + 1} or more are", remedy)
 
     def opening(self, number: int) -> Opening:
-        """What stands before the words of a candidate: the system prompts are used in turn."""
+        """The turn of a candidate up to its words; the system prompts are used in turn."""
         systems, is_seen = self.data.self_system_prompts or (None,), shows_picture(self.data, number)
         system = systems[number // (2 if self.paths else 1) % len(systems)]
         try:
@@ -138,7 +138,7 @@ class UserTemplate:
         return self.pictures.folder / self.pictures.keep(f"data.self_pictures: {path.name}", str(path), path.parent)
 
     def images(self, number: int) -> Images | None:
-        """What the target reads of a candidate's picture before the words; raises BadRow if it cannot be read."""
+        """The picture of a candidate, for the target to read before the words; raises BadRow if it cannot be read."""
         try:
             if (kept := self.keep(number)) is None or self.pictures is None:
                 return None

@@ -32,7 +32,7 @@ from headstart.heads.formats.published import import_head
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
 from headstart.heads.kinds.checkpoint import new_head, save_head
 from headstart.heads.kinds.mtp import mtp_names
-from headstart.heads.quantised import SCALE_SUFFIXES, dense
+from headstart.heads.quantised import SCALE_SUFFIXES, without_scales
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.other_commands import convert_options
@@ -88,7 +88,7 @@ def read_published(folder: Path) -> HeadFiles:
             continue
         for part in sorted(set(read_index(index, "head").values())) if index.is_file() else [name]:
             tensors |= read_pickle(folder / part) if name in PICKLES else read_safetensors(folder / part)
-        return HeadFiles(folder, config, dense(tensors, folder))
+        return HeadFiles(folder, config, without_scales(tensors, folder))
     needed = f"one of {', '.join(SAFETENSORS + PICKLES)}, or an index of its shards, is required"
     raise ValueError(f"{folder} holds no weights; {needed}: copy or download the head again")
 

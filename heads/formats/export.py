@@ -34,7 +34,7 @@ from headstart.heads.formats.lint import violations
 from headstart.heads.formats.subject import ServedTarget, Violation
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
 from headstart.heads.kinds.checkpoint import load_head_for, stored_dtype
-from headstart.heads.quantised import FLOAT8_CONFIG, dense, in_float8
+from headstart.heads.quantised import FLOAT8_CONFIG, in_float8, without_scales
 from headstart.heads.target_config import folder_of, path_for_engines
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.checks import refuse_original_target
@@ -72,9 +72,11 @@ def export(recipe: Recipe) -> Path:
     target = ServedTarget(path, architectures, recipe.decode.depth, recipe.target.revision)
     config, tensors = files_in_format(section.format, head, target)
 
-    files = HeadFiles(folder, config, tensors)
-    if in_eight_bits:
-        files = as_float8(section, files)
+    files, stored = HeadFiles(folder, config, tensors), tensors
+    if in_eight_bits:  # everything is checked with the numbers that engines will compute with
+        refuse_float8(section, files)
+        config["quantization_config"], stored = FLOAT8_CONFIG, in_float8(tensors)
+        files = replace(files, tensors=without_scales(stored, folder))
     by_engine = checked_engines(section, files, frozen)
     additions: list[Callable[[Path], None]] = []
     if section.format == "gguf":
@@ -88,7 +90,7 @@ def export(recipe: Recipe) -> Path:
     promise = {"acceptance_length": lengths} if lengths else {}
     config["headstart"] = {**config["headstart"], "engines": clean, **promise}
     readme = card(recipe, head, target, target_folder, folder, by_engine, for_transformers)
-    write_folder(replace(files, tensors=in_float8(files.tensors)) if in_eight_bits else files, readme, *additions)
+    write_folder(replace(files, tensors=stored), readme, *additions)
     engines = ", ".join(clean) or "headstart"
     print(
         f"{head.kind} head written to {folder}; {engines} can serve it, with the commands in its README.md; to share "
@@ -97,15 +99,12 @@ def export(recipe: Recipe) -> Path:
     return folder
 
 
-def as_float8(section: ExportSection, files: HeadFiles) -> HeadFiles:
-    """The head with the numbers that float8 holds; raises ValueError if the format's engine reads no such head."""
-    engine = FORMATS[section.format]
-    if engine not in layout_of(files).float8:
+def refuse_float8(section: ExportSection, files: HeadFiles) -> None:
+    """Raise ValueError if the format's engine does not read such a head in float8."""
+    if FORMATS[section.format] not in layout_of(files).float8:
         given = f"'float8' with export.format {section.format!r} for a head of kind {layout_of(files).kind.kind}"
         remedy = "choose bfloat16, or export an EAGLE head for vllm"
         raise wrong_value("export.dtype", given, "a head that its engine reads in float8 is", remedy)
-    rounded = dense(in_float8(files.tensors), files.folder)
-    return HeadFiles(files.folder, {**files.config, "quantization_config": FLOAT8_CONFIG}, rounded)
 
 
 def checked_engines(section: ExportSection, files: HeadFiles, frozen: FrozenTarget) -> dict[str, list[Violation]]:

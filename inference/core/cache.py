@@ -108,10 +108,10 @@ class Slots:
         return self._append([self.layers[layer][part]], (block,))[0]
 
     def _append(self, parts: list[Tensor], blocks: tuple[Tensor, ...]) -> list[Tensor]:
-        block = blocks[0].shape[2]
+        block, even = blocks[0].shape[2], self.even
         attended = self.with_block(parts, block)
         for slots, new in zip(attended, blocks, strict=True):
-            if self.even:
+            if even:
                 slots.narrow(2, self.lengths[0] + self.pending, block).copy_(new)
             else:
                 rows, columns = self._pending_index(block, slots.device)
@@ -123,10 +123,11 @@ class Slots:
 
         Raises ValueError if it does not fit.
         """
-        end = max(self.lengths) + self.pending + block
+        end, rows = max(self.lengths) + self.pending + block, len(self.lengths)
         if end > self.reach:
             raise ValueError(f"{end} tokens do not fit the cache's {self.reach} slots; make the cache larger")
-        return [part[: len(self.lengths)].narrow(2, 0, self.reach if self.static else end) for part in parts]
+        in_use = parts if rows == self.batch else [part[:rows] for part in parts]
+        return [part.narrow(2, 0, self.reach if self.static else end) for part in in_use]
 
     def _pending_index(self, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Row and slot of each token in the pending block, on a device. [batch, 1] and [batch, block]"""

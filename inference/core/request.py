@@ -134,7 +134,7 @@ class Images:
 
     @cached_property
     def digest(self) -> int:
-        """Of the pixels: prompts of the same tokens may show other images."""
+        """A digest of the pixels, as prompts of the same tokens may show other images."""
         found = xxhash.xxh3_128()
         for name, tensor in sorted(self.inputs.items()):
             if name not in BY_TOKEN:

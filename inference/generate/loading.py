@@ -91,7 +91,7 @@ OWN_HEAD = ""  # name of the recipe's own head: its rows in the report have no p
 def held_out_prompts(recipe: Recipe, count: int | None = None, most: int | None = None) -> list[Request]:
     """The first `count` held-out prompts of the run, by default report.num_prompts, each for `most` new tokens.
 
-    Raises ValueError if there are none yet.
+    Raises ValueError if the run has not made its prompts yet.
     """
     path = recipe.prompts_dir / "heldout.jsonl"
     if not path.is_file():

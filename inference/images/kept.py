@@ -17,7 +17,7 @@ from headstart.inference.images.prompts import ImagePrompts
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.recipes import Recipe
 
-Kept = Mapping[str, Any]  # of one prompt: `text`, in which each picture has one mark, and the digests of its `pictures`
+Kept = Mapping[str, Any]  # a prompt's `text`, with one mark for each picture, and the digests of its `pictures`
 ROUNDS_IN_MEMORY = 2  # batches of prompts with images that are in memory at once
 
 
@@ -60,7 +60,7 @@ class KeptPictures:
         return digest
 
     def read(self, kept: Kept | None) -> Images | None:
-        """What the target's forward takes of a prompt; None if it has no pictures."""
+        """The images of a prompt, for the target's forward; None if it has no pictures."""
         if kept is None:
             return None
         paths = [self.folder / digest for digest in kept["pictures"]]

@@ -144,7 +144,9 @@ def test_projections_in_float8_are_read_as_the_numbers_that_were_written(
         assert (found[name] - tensor).abs().max() <= tensor.abs().max() / 16  # half a step of three bits
     assert lint(folder, str(target_folder), ["vllm"]) == []
     assert [each.where for each in lint(folder, str(target_folder), ["sglang"])] == ["quantization_config"]
-    assert read_config(folder)["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] == 8
+    config = read_config(folder)
+    assert config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] == 8
+    assert config["headstart"]["engines"] == ["vllm"]
 
 
 @pytest.mark.parametrize(("kind", "name"), [("eagle3", "sglang"), ("medusa", "vllm"), ("dspark", "vllm")])
