@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.data_pipelines.features.batches import Sample, TrainingBatch
@@ -32,18 +33,18 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.core.cache import PAGE_TOKENS
+from headstart.inference.core.cache import PAGE_TOKENS, Slots
 from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
-from headstart.inference.core.tree import Tree, size_bucket
+from headstart.inference.core.tree import Tree, block_mask, causal_block, size_bucket
 from headstart.inference.core.verify import VerifiedOnHost, VerifiedRow
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import DecodeLoop, loop_of
 from headstart.inference.kernels import join_linears, own_layers_of
-from headstart.inference.targets.attention import fuse_head
-from headstart.inference.targets.cuda_graph import SpareSteps, StaticStep
+from headstart.inference.targets.attention import fuse_head, grouped_attention
+from headstart.inference.targets.cuda_graph import Graphed, SpareSteps, StaticStep
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, load_recipe
 from headstart.trainers.objectives.unrolled import Teacher
@@ -61,7 +62,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
+    "max_position_embeddings": 65536,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }
 TOY: dict[str, Any] = {
@@ -71,7 +72,7 @@ TOY: dict[str, Any] = {
     "num_hidden_layers": 8,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": 4096,
 }
 LLAMA3_8B = LlamaConfig(**(SIZES if CUDA else TOY), bos_token_id=None, eos_token_id=None)
 PACKAGES = ("torch", "transformers", "accelerate", "triton", "safetensors", "numpy", "pydantic", "peft", "datasets")
@@ -137,7 +138,7 @@ class Setting:
     prompt: int
 
     @classmethod
-    def random(cls) -> "Setting":
+    def random(cls, prompt: int = 512 if CUDA else 32) -> "Setting":
         torch.manual_seed(0)
         default = torch.get_default_dtype()
         with DEVICE:
@@ -146,14 +147,17 @@ class Setting:
             torch.set_default_dtype(default)
         layers = LLAMA3_8B.num_hidden_layers
         target = TargetModel(model, (2, layers // 2, layers - 3))
-        vocab = DraftVocab(torch.arange(min(32000, LLAMA3_8B.vocab_size)), LLAMA3_8B.vocab_size)
-        section = load_recipe(ROOT / "recipes/llama3_8b.yaml").head.model_copy(update={"taps": None})
-        head = new_head(section, target.frozen, vocab, seed=0).to(DEVICE, DTYPE)
+        setting = cls(target, random_head("llama3_8b", target.frozen).to(DTYPE), prompt)
         if CUDA:
             target.speed_up(lambda: target)
+        return replace(setting, head=setting.drafting(setting.head))
+
+    def drafting(self, head: DraftHead) -> DraftHead:
+        """The head in the target's dtype and fast form."""
+        if CUDA:
             join_linears(head)
-            fuse_head(head, target.fast_form.fused)
-        return cls(target, head.eval().requires_grad_(False), 512 if CUDA else 32)
+            fuse_head(head, self.target.fast_form.fused)
+        return head.to(DTYPE).eval().requires_grad_(False)
 
     @property
     def tokens(self) -> list[int]:
@@ -164,6 +168,15 @@ class Setting:
         gc.collect()
         if CUDA:
             torch.cuda.empty_cache()
+
+
+def random_head(recipe: str, frozen: FrozenTarget) -> DraftHead:
+    """A head as a recipe has it, with random weights."""
+    section, size = load_recipe(ROOT / f"recipes/{recipe}.yaml").head, frozen.config.vocab_size
+    is_block = section.kind == "block"
+    own = {"taps": None, **({"mask_token_id": None} if is_block else {})}
+    vocab = DraftVocab(torch.arange(size if is_block else min(32000, size)), size)
+    return new_head(section.model_copy(update=own), frozen, vocab, seed=0).to(DEVICE)
 
 
 def decode_rate(setting: Setting, drafter: Drafter | None, static: bool, new_tokens: int) -> float:
@@ -244,6 +257,20 @@ def decoding(results: Results) -> None:
     results.measure("plain, captured, tokens/s", lambda: decode_rate(setting, None, True, new_tokens))
     for nodes in (1, 8, 64):
         results.measure(f"target step of {nodes} nodes, ms", partial(milliseconds, target_step(setting, nodes)))
+    block = replace(setting, head=setting.drafting(random_head("qwen3_8b_block", setting.target.frozen)))
+    results.measure("block head, chain of 6, ms", partial(milliseconds, decode_step(block, Dynamic.chain(6))))
+    for prompt in (2048, 8192, 32768) if CUDA else (64,):
+        longer = replace(setting, prompt=prompt)
+        results.measure(f"target step of 1 nodes, {prompt} keys, ms", partial(milliseconds, target_step(longer, 1)))
+        results.measure(f"EAGLE-3 tree, {prompt} keys, ms", partial(milliseconds, decode_step(longer, TREE)))
+        setting.forget()
+    for rows in (8, 64) if CUDA else (2,):
+        for name, step in (
+            ("plain", target_step(setting, 1, rows)),
+            ("chain of 2", decode_step(setting, Dynamic.chain(2), rows)),
+        ):
+            results.measure(f"{rows} rows, {name}, ms", partial(milliseconds, step))
+        setting.forget()
     for name, growth in {"chain of 6": Dynamic.chain(6), "tree": TREE}.items():
         results.measure(f"EAGLE-3 {name}, ms", partial(milliseconds, decode_step(setting, growth)))
     sampled = decode_step(setting, TREE, 1, Sampling(1.0))
@@ -305,10 +332,7 @@ class Lesson:
     @classmethod
     def of(cls, name: str, frozen: FrozenTarget, rows: int, length: int) -> "Lesson":
         recipe, size = load_recipe(ROOT / f"recipes/{name}.yaml"), frozen.config.vocab_size
-        own = {"taps": None, **({"mask_token_id": None} if recipe.head.kind == "block" else {})}
-        most = min(32000, size)
-        vocab = DraftVocab(torch.arange(size if recipe.head.kind == "block" else most), size)
-        head = new_head(recipe.head.model_copy(update=own), frozen, vocab, seed=0).to(DEVICE)
+        head, most = random_head(name, frozen), min(32000, size)
         states = frozen.config.hidden_size
         samples = [
             Sample(
@@ -434,7 +458,93 @@ def tapping_rate(setting: Setting, texts: list[list[int]]) -> int:
     return round(sum(map(len, texts)) / seconds(partial(tap, setting.target, texts), 5, 1))
 
 
-PARTS = {each.__name__: each for each in (environment, decoding, training, harvesting, graphs)}
+@torch.inference_mode()
+def kernels(results: Results) -> None:
+    """Attention of one layer and row by our kernel and with a mask, captured, over the layers of a model in turn."""
+    heads, size, layers = (32, 128, 32) if CUDA else (4, 16, 2)
+    key_heads = heads // 4
+    for keys in (512, 2048, 8192, 32768) if CUDA else (64,):
+        slots = Slots([torch.randn(layers, 2, 1, key_heads, keys, size, dtype=DTYPE, device=DEVICE)], static=True)
+        for nodes in (1, 64):
+            slots.set_lengths([keys - nodes])
+            block = causal_block(nodes, DEVICE)
+            query = torch.randn(1, heads, nodes, size, dtype=DTYPE, device=DEVICE)
+            for carries in (True, False):
+                mask = block_mask(slots, block, DTYPE, carries_keys=carries)
+
+                def work(query: Tensor, mask: Tensor = mask, slots: Slots = slots) -> tuple[Tensor, ...]:
+                    return tuple(grouped_attention(nn.Identity(), query, *each, mask)[0] for each in slots.layers)
+
+                name = f"{layers} layers, {nodes} nodes, {keys} keys, {'our kernel' if carries else 'with a mask'}, ms"
+                if CUDA or not carries:
+                    results.measure(name, partial(milliseconds, partial(Graphed(work), query)))
+
+
+def run_timed(results: Results, name: str, *command: str) -> None:
+    """Add the seconds of a command; its output goes to the part's log. A failure is a result too."""
+    started = time.perf_counter()
+    code = subprocess.run([sys.executable, *command], cwd=ROOT).returncode
+    results.add(f"{name}, s", value=round(time.perf_counter() - started, 1), code=code)
+
+
+def wide_pair(results: Results) -> tuple[str, str]:
+    """The demo's target and head in an 8B model's shape; as they are without a card."""
+    target, head, wide = "assets/demo_target", "assets/demo_head", results.path.parent / "wide"
+    if not CUDA:
+        return target, head
+    if not (wide / "head").exists():
+        run_timed(results, "widening", "benchmarks/widen.py", target, str(wide), "--size", "8B", "--head", head)
+    return str(wide), str(wide / "head")
+
+
+def widened(results: Results) -> None:
+    """Real text and real acceptance at an 8B model's cost: plain decoding and a head's trees, T = 0 and 1."""
+    target, head = wide_pair(results)
+    own = f"target.path={target}", f"decode.head={head}", f"run_dir={results.path.parent / 'widened'}"
+    for dtype in ("bfloat16", "float32"):
+        more = f"target.dtype={dtype}", "report.baselines=[plain,tree]", "report.temperatures=[0.0,1.0]"
+        run_timed(results, f"report in {dtype}", "-m", "headstart", "report", "recipes/tiny.yaml", *own, *more)
+
+
+def recipe(results: Results) -> None:
+    """The 8B recipe on the widened target: dry run, prompts to report, killed once after a checkpoint."""
+    target, _ = wide_pair(results)
+    run_dir = results.path.parent / "recipe"
+    settings = {
+        "run_dir": run_dir,
+        "target.path": target,
+        "data.prompts": "assets/demo_target/prompts_768.jsonl",
+        "data.heldout_prompts": "assets/demo_target/heldout_prompts.jsonl",
+        "data.num_prompts": 768 if CUDA else 32,
+        "data.response_tokens": 512 if CUDA else 32,
+        "data.heldout_samples": 16,
+        "data.shard_samples": 64,
+        "data.online": "[auto]",
+        "head.draft_vocab_size": 1024,  # all of the demo's
+        **({} if CUDA else {"head.taps": "[2,8,13]"}),
+        "train.steps": 300 if CUDA else 4,
+        "train.batch_size": 16 if CUDA else 4,
+        "train.warmup_steps": 1,
+        "train.checkpoint_every": 100 if CUDA else 2,
+        "train.eval_prompts": 4,
+        "report.num_prompts": 2,
+    }
+    own = "recipes/llama3_8b.yaml", *(f"{name}={value}" for name, value in settings.items())
+    run_timed(results, "dry run", "trainers/eagle.py", *own, "train.dry_run=true")
+    started = time.perf_counter()
+    with subprocess.Popen([sys.executable, "trainers/eagle.py", *own], cwd=ROOT) as training_run:
+        while training_run.poll() is None and not [*run_dir.glob("checkpoints/*")]:
+            time.sleep(0.1)
+        training_run.kill()
+    results.add("until it was killed after a checkpoint, s", value=round(time.perf_counter() - started, 1))
+    run_timed(results, "resumed to the end", "trainers/eagle.py", *own)
+    run_timed(results, "report", "-m", "headstart", "report", *own)
+    run_timed(results, "export", "-m", "headstart", "export", *own, "export.format=vllm")
+
+
+PARTS = {
+    each.__name__: each for each in (environment, decoding, training, harvesting, graphs, kernels, widened, recipe)
+}
 
 
 def main() -> None:

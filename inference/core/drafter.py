@@ -1,5 +1,6 @@
 """The interface of every drafter: it proposes trees of draft tokens, which `inference.engine.loop` verifies."""
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
@@ -8,7 +9,7 @@ from torch import Tensor
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.cache_memory import Shape
 from headstart.inference.core.tree import Tree
-from headstart.inference.core.verify import Verified
+from headstart.inference.core.verify import Verified, VerifiedOnHost
 
 
 @runtime_checkable  # the shape checks in tests use isinstance
@@ -48,6 +49,25 @@ class Drafter(Protocol):
         In some rows the drafter's slots may lag behind the target's: the positions of its keys come from its own slots,
         the positions of the Gumbel noise from the target's.
         """
+
+
+class CapturedDrafter(Drafter, Protocol):
+    """A drafter with static shapes."""
+
+    def shapes(self) -> Sequence["CapturedDrafter"]:
+        """What may draft in a step: itself, if its trees have one shape and the host adds nothing to them."""
+
+    def planned(self, verified: VerifiedOnHost) -> tuple["CapturedDrafter", int | None]:
+        """What of these drafts in the next step, and how many of its draft tokens are verified; None for all.
+
+        If fewer than all are, its nodes are in the order of their chances.
+        """
+
+    def extended(self, tree: Tree, verified: VerifiedOnHost) -> Tree:
+        """The tree with what the host adds to it."""
+
+    def observe(self, tree: Tree) -> None:
+        """Learn from all that was drafted."""
 
 
 class NoDrafter:

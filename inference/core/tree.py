@@ -14,6 +14,7 @@ from torch.nn import functional
 from headstart.inference.core.cache import Slots
 
 HOST_MASK_NODES_MAX = 64  # of all rows together; up to these the host is faster
+BLOCK_TOKENS_MAX = 128  # of a row, in a step; kernels that read no mask are not for prompts
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,16 @@ class Tree:
         """Trees with different numbers of nodes."""
         both = torch.stack([padded_rows(tokens), padded_rows(parents, -1)]).to(device, non_blocking=True)
         return cls(both[0], both[1])
+
+    def first(self, count: int) -> "Tree":
+        """The root and the first `count` draft tokens."""
+        chances = None if self.log_chances is None else self.log_chances[:, :count]
+        nodes = slice(count + 1)
+        return replace(self, tokens=self.tokens[:, nodes], parents=self.parents[:, nodes], log_chances=chances)
+
+    def to(self, device: torch.device | str) -> "Tree":
+        chances = None if self.log_chances is None else self.log_chances.to(device)
+        return replace(self, tokens=self.tokens.to(device), parents=self.parents.to(device), log_chances=chances)
 
     @cached_property
     def ancestors(self) -> Bool[Tensor, "batch nodes nodes"]:
@@ -144,12 +155,14 @@ def causal_block(count: int, device: torch.device) -> PendingTokens:
 
 
 def block_mask(
-    slots: Slots, block: PendingTokens, dtype: torch.dtype, window: Window | None = None
+    slots: Slots, block: PendingTokens, dtype: torch.dtype, window: Window | None = None, carries_keys: bool = False
 ) -> Float[Tensor, "rows 1 block keys"]:
     """Additive mask of a block: it attends to its row's held tokens and to the `visible` pending ones.
 
-    A `window` limits both.
+    A `window` limits both. With `carries_keys`, a small block gets a stand-in that carries its `VisibleKeys`.
     """
+    if carries_keys and block.visible.shape[1] <= BLOCK_TOKENS_MAX:
+        return VisibleKeys.of(slots, block, window).as_mask(dtype)
     if not slots.even:
         return additive(ragged_keys(slots, block, window), dtype)
     if window is None:
@@ -198,6 +211,37 @@ def ragged_keys(slots: Slots, block: PendingTokens, window: Window | None) -> Bo
 def size_bucket(nodes: int) -> int:
     """The next power of two: few tree sizes, so few graphs."""
     return 1 << (nodes - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class VisibleKeys:
+    """What a block attends to, for kernels that read no mask over all keys: the held tokens, and some pending ones."""
+
+    starts: Int[Tensor, " rows"]  # tokens that the slots hold
+    visible: Bool[Tensor, "_ block pending"]  # one row may stand for all
+    firsts: Int[Tensor, "rows block"] | None  # the first position that each token attends to; None for 0
+
+    @classmethod
+    def of(cls, slots: Slots, block: PendingTokens, window: Window | None = None) -> "VisibleKeys":
+        if window is None:
+            return cls(slots.starts, block.visible.contiguous(), None)
+        assert block.depths is not None
+        positions = slots.starts.unsqueeze(1) + block.depths  # of the pending tokens
+        firsts = first_visible(positions[:, -block.visible.shape[1] :], window)
+        visible = block.visible & (positions.unsqueeze(1) >= firsts.unsqueeze(-1))
+        return cls(slots.starts, visible.contiguous(), firsts.contiguous())
+
+    def as_mask(self, dtype: torch.dtype) -> Float[Tensor, "rows 1 block 1"]:
+        """A stand-in for a mask, which carries these keys to `keys_of`."""
+        rows, size = len(self.starts), self.visible.shape[1]
+        mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=self.starts.device).expand(rows, 1, size, 1)
+        vars(mask)["keys"] = self
+        return mask
+
+
+def keys_of(mask: object) -> VisibleKeys | None:
+    """What a stand-in for a mask carries; None for masks."""
+    return vars(mask).get("keys") if isinstance(mask, Tensor) else None
 
 
 @dataclass(frozen=True)

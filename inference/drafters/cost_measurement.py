@@ -10,6 +10,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -24,7 +25,7 @@ from pydantic import TypeAdapter
 from headstart.common.files import write_text
 from headstart.common.process import user_cache
 from headstart.heads.base import DraftHead
-from headstart.inference.core.drafter import PLAIN, Drafter
+from headstart.inference.core.drafter import PLAIN
 from headstart.inference.core.recurrent import WINDOW
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree, size_bucket
@@ -32,6 +33,7 @@ from headstart.inference.core.verify import VerifiedOnHost, VerifiedRow, accept
 from headstart.inference.drafters.costs import CORRECTION_STEPS, NODES, CostSurface, CostTable
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.targets.cuda_graph import StaticStep
@@ -255,7 +257,7 @@ class Bench:
         """A function that drafts this many levels after two newly verified positions."""
         device = self.target.device
         growth = Dynamic(levels, self.width, self.width * levels)
-        drafter: Drafter = self.source if isinstance(self.source, Lookup) else drafter_of(self.source, growth)
+        drafter = self.source if isinstance(self.source, Lookup) else drafter_of(self.source, growth)
         tapped = self.target.config.hidden_size * len(self.source.taps)
         verified = VerifiedOnHost(
             taps=torch.zeros(self.batch, 2, tapped, dtype=self.target.dtype, device=device),
@@ -265,10 +267,12 @@ class Bench:
             history=None,
             rows=[VerifiedRow([0] * (self.context + 1), self.context - 2, 2, levels)] * self.batch,
         )
-        return partial(drafter.draft, verified, self.cache)
+        if self.step is None or isinstance(drafter, Lookup):
+            return partial(drafter.draft, verified, self.cache)
+        return partial(StaticStep(self.target, drafter, self.cache).grow, copy(drafter), verified)  # without the target
 
 
-def drafter_of(source: DraftHead | ModelDrafter, growth: Dynamic) -> Drafter:
+def drafter_of(source: DraftHead | ModelDrafter, growth: Dynamic) -> TreeDrafter:
     """The same head or model, drafting trees of this growth."""
     return head_drafter(source, growth) if isinstance(source, DraftHead) else source.with_growth(growth)
 

@@ -19,13 +19,17 @@ from torch import Tensor
 
 from headstart.inference.core.tree import Tree, size_bucket
 from headstart.inference.core.verify import Verified, VerifiedOnHost
-from headstart.inference.drafters.growth import GrowthPolicy, Pool
+from headstart.inference.drafters.growth import ByChance, GrowthPolicy, Pool
 
 NODES = (1, 2, 4, 6, 8, 12, 16, 32, 64)  # sizes of a row's tree, root included; costs of others are interpolated
 CONTEXT_MULTIPLE = 64  # positions; costs are computed once for each multiple
 CORRECTION_STEPS = 32  # the newest steps of a batch size, which correct its costs
 PRIOR_STEPS = 4  # steps that a correction must outweigh
 RENEWAL_STEPS = 8  # steps after which corrections are applied
+SURVEY_SHARE = 0.02  # of the time of captured steps, that drafting more than pays may take
+SURVEY_STEPS_MIN = 8  # between two surveys
+SURVEY_DECAY = 0.8  # weight of what earlier surveys found
+STAYING_RATE = 0.98  # of the best shape's tokens per second, down to which the last shape stays
 LEAST_CHANCE = 1e-300  # replaces a chance of 0, as in a row that is finished while others still draft
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -185,14 +189,67 @@ class CostAware(GrowthPolicy):
 
     The chances of its nodes give the expected tokens, and measured costs the duration of a step. `depth`, `width` and
     `nodes` are upper bounds. It depends on well calibrated scores.
+
+    Captured steps do not wait for chances: their depth and size follow from the chances of earlier steps. Some of these
+    draft all levels, for at most SURVEY_SHARE of the time.
     """
 
     def __init__(self, depth: int, width: int, nodes: int, costs: CostTable) -> None:
         self.depth, self.width, self.nodes, self.costs = depth, width, nodes, costs
+        self.depths = [level for level in range(1, depth) if level == size_bucket(level)] + [depth]
+        self.surveyed: tuple[Tensor, Tensor] | None = None  # the chances and depths of nodes in order, until they count
+        # Expected tokens of the best tree by depth, and by its number of draft tokens.
+        self.known: dict[int, NDArray[numpy.float64]] = {}
+        self.shape = depth, nodes  # that the last plan chose
+        self.until_survey = 0  # steps
         self.now: StepCosts  # of the current step
         self.rate: float  # the expected tokens per second of its tree
         # Plain numbers: there are few, and the policy itself must be fast on every level.
         self.levels_done: list[list[list[float]]] = []  # by level, then row: the chances of the nodes
+
+    def planned(self, verified: VerifiedOnHost) -> tuple[GrowthPolicy, int | None]:
+        """The depth, of few, and the size for which earlier steps let expect the most tokens per second."""
+        self._learn()
+        self.levels(verified)
+        self.rate = 0.0
+        if self.known:
+            sizes = {min((1 << power) - 1, self.nodes) for power in range(1, self.nodes.bit_length() + 1)}
+            rates = {(depth, size): self._rate(depth, size) for depth in self.known for size in sizes}
+            best = max(rates, key=lambda shape: rates[shape])
+            self.shape = self.shape if rates[self.shape] > STAYING_RATE * rates[best] else best
+            self.rate = rates[self.shape]
+        (depth, size), full = self.shape, (self.depth, self.nodes)
+        self.until_survey -= 1
+        if self.until_survey < 0:
+            longer = self._seconds(*full) / self._seconds(depth, size) - 1
+            self.until_survey = max(round(longer / SURVEY_SHARE), SURVEY_STEPS_MIN)
+            depth, size = full
+        return ByChance(depth, self.width, self.nodes), size
+
+    def shapes(self) -> list[GrowthPolicy]:
+        return [ByChance(depth, self.width, self.nodes) for depth in self.depths]
+
+    def _seconds(self, depth: int, size: int) -> float:
+        return self.now.first_level + (depth - 1) * self.now.level + self.verify_costs[size - 1]
+
+    def _rate(self, depth: int, size: int) -> float:
+        return float(self.known[depth][size - 1]) / self._seconds(depth, size)
+
+    def observe(self, tree: Tree) -> None:
+        if tree.deepest == self.depth and tree.log_chances is not None:
+            self.surveyed = tree.log_chances.clone(), tree.depths[:, 1:]
+
+    def _learn(self) -> None:
+        """Count the chances of the last survey; on a GPU they are there by now."""
+        if self.surveyed is None:
+            return
+        chances, depths = (each.cpu().double().numpy() for each in self.surveyed)
+        self.surveyed = None
+        for depth in self.depths:
+            best = -numpy.sort(-numpy.exp(chances) * (depths <= depth), axis=1)
+            tokens = 1 + best.cumsum(axis=1).mean(axis=0)
+            tokens = numpy.pad(tokens, (0, self.nodes - len(tokens)), "edge")
+            self.known[depth] = tokens + SURVEY_DECAY * (self.known.get(depth, tokens) - tokens)
 
     def levels(self, verified: Verified) -> int:
         assert isinstance(verified, VerifiedOnHost)

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headstart.inference.core.tree import Tree
-from headstart.inference.core.verify import Verified
+from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.recipes.schema import DecodeSection
 
 LEAST_REPEAT_CHANCE = 0.15  # of a further token that policies without costs verify
@@ -54,6 +54,17 @@ class Pool:
         # A child never scores above its parent, and a stable sort settles ties in the parent's favour.
         best = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count]
         return self.tree(roots, best.sort(dim=1).values, scores)
+
+    def by_chance(self, roots: Int[Tensor, "batch 1"], count: int) -> Tree:
+        """`best`, with its nodes in the order of their scores: the first ones of them are the best of fewer nodes."""
+        scores = torch.cat(self.scores, dim=1)
+        best, order = torch.sort(scores, dim=1, descending=True, stable=True)
+        best, order = best[:, :count], order[:, :count]
+        numbers = torch.arange(1, order.shape[1] + 1, device=order.device).expand_as(order)
+        places = torch.zeros(len(order), len(self) + 1, dtype=torch.long, device=order.device)
+        above = places.scatter(1, order + 1, numbers).gather(1, self.parents.gather(1, order))
+        tokens = torch.cat(self.tokens, dim=1).gather(1, order)
+        return self.below(roots, tokens, above.masked_fill(best == -torch.inf, -1), best)
 
     def full(self, roots: Int[Tensor, "batch 1"]) -> Tree:
         """The tree of all nodes; they keep their numbers."""
@@ -142,7 +153,6 @@ class Growth:
 class GrowthPolicy:
     """Decides how trees grow. The drafter consults it on each level, with the scores of all children."""
 
-    static_shapes = False  # whether every tree has the same size, whatever the scores
     depth: int  # upper bound on the levels
     width: int  # upper bound on the nodes that one level expands, and on the children of each
     nodes: int  # upper bound on the draft tokens that are verified; the root is not one
@@ -150,6 +160,17 @@ class GrowthPolicy:
     def levels(self, verified: Verified) -> int:
         """The number of levels that this step drafts."""
         return verified.levels(self.depth)
+
+    def shapes(self) -> list["GrowthPolicy"]:
+        """For captured steps: policies of one shape each."""
+        return [self]
+
+    def planned(self, verified: VerifiedOnHost) -> tuple["GrowthPolicy", int | None]:
+        """For the next captured step: one of these, and how many of its draft tokens are verified; None for all."""
+        return self, None
+
+    def observe(self, tree: Tree) -> None:
+        """Learn from the draft tokens of a captured step."""
 
     def children(self, level: int) -> int:
         """Children of each node that a level expands."""
@@ -185,7 +206,6 @@ class Dynamic(GrowthPolicy):
     depth: int
     width: int
     nodes: int
-    static_shapes = True
 
     @classmethod
     def chain(cls, depth: int) -> "Dynamic":
@@ -195,13 +215,19 @@ class Dynamic(GrowthPolicy):
         return pool.best(roots, self.nodes)
 
 
+@dataclass(frozen=True)
+class ByChance(Dynamic):
+    """`Dynamic` whose nodes are in the order of their chances."""
+
+    def prune(self, pool: Pool, roots: Tensor) -> Tree:
+        return pool.by_chance(roots, self.nodes)
+
+
 class Fixed(GrowthPolicy):
     """A tree of one shape. Each path names a node by the child to take on every level; 0 is the likeliest child.
 
     `paths` lists every node, as Medusa's choices do, so (0, 1) comes with (0,) and (0, 0).
     """
-
-    static_shapes = True
 
     def __init__(self, paths: Iterable[tuple[int, ...]]) -> None:
         self.paths = tuple(paths)

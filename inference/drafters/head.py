@@ -1,6 +1,7 @@
 """Trees that grow level by level from a head's scores, for all rows of a batch at once."""
 
 from abc import ABC, abstractmethod
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headstart.common.errors import wrong_value
-from headstart.inference.core.cache import KVCache
+from headstart.inference.core.cache import KVCache, Slots
 from headstart.inference.core.cache_memory import Shape
 from headstart.inference.core.constraint import LevelConstraint
 from headstart.inference.core.history import History
@@ -19,6 +20,7 @@ from headstart.inference.core.tree import PendingTokens, Tree, additive, block_m
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.growth import GrowthPolicy, Pool
 from headstart.inference.drafters.repeats import Repeats
+from headstart.inference.targets.attention import BY_BLOCK
 
 
 @dataclass
@@ -77,6 +79,7 @@ class TreeDrafter(ABC):
     """Grows a tree level by level: the children of a node are the tokens that a head scores highest after it."""
 
     head: Any  # a DraftHead, or a model with the methods of a LevelHead
+    static_shapes = True
 
     def __init__(self, head: Any, growth: GrowthPolicy, repeats: Repeats | None = None) -> None:
         """`repeats` are added to the head's trees.
@@ -97,6 +100,10 @@ class TreeDrafter(ABC):
         self.siblings = additive((self.places == self.places[:, None]).unsqueeze(0), dtype).squeeze(1)
         self.causal = additive((path <= path[:, None]).unsqueeze(0), dtype).squeeze(1)
         self._parents: dict[int, Tensor] = {}
+
+    def mask_of(self, slots: Slots, block: PendingTokens) -> Float[Tensor, "rows 1 block keys"]:
+        """The mask of a block of the head's own tokens, or a stand-in where its attention needs none."""
+        return block_mask(slots, block, self.head.embedding.dtype, carries_keys=vars(self.head).get(BY_BLOCK, False))
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -119,9 +126,27 @@ class TreeDrafter(ABC):
     def depth(self) -> int:
         return max(self.growth.depth, self.repeats.depth if self.repeats else 0)
 
-    @property
-    def static_shapes(self) -> bool:
-        return self.growth.static_shapes and self.repeats is None
+    def shapes(self) -> list["TreeDrafter"]:
+        return [self._shaped(growth) for growth in self.growth.shapes()]
+
+    def planned(self, verified: VerifiedOnHost) -> tuple["TreeDrafter", int | None]:
+        growth, count = self.growth.planned(verified)
+        return self._shaped(growth), count
+
+    def _shaped(self, growth: GrowthPolicy) -> "TreeDrafter":
+        if growth is self.growth and self.repeats is None:
+            return self
+        drafter = copy(self)
+        drafter.growth, drafter.repeats = growth, None
+        return drafter
+
+    def extended(self, tree: Tree, verified: VerifiedOnHost) -> Tree:
+        if self.repeats is None:
+            return tree
+        return self.repeats.extend(tree.to("cpu"), verified, self.growth).to(tree.tokens.device)
+
+    def observe(self, tree: Tree) -> None:
+        self.growth.observe(tree)
 
     @abstractmethod
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
@@ -188,10 +213,7 @@ class TreeDrafter(ABC):
             constraint = None if frontier.constraint is None else frontier.constraint.extend(parents, tokens)
             frontier = Frontier(tokens, first + chosen, totals, mask, history, constraint)
         tree = self.growth.prune(pool, verified.roots)
-        if self.repeats is None:
-            return tree
-        assert isinstance(verified, VerifiedOnHost)
-        return self.repeats.extend(tree, verified, self.growth)
+        return self.extended(tree, verified) if isinstance(verified, VerifiedOnHost) else tree
 
     def parents_of(self, count: int) -> Int[Tensor, " children"]:
         """The parent of each child on a level, by its place in the frontier, with `count` children per node."""
@@ -237,7 +259,7 @@ class HeadDrafter(TreeDrafter):
         if not count or slots is None:
             return
         offsets = torch.arange(count, device=self.ids.device)
-        mask = block_mask(slots, causal_block(count, self.ids.device), taps.dtype) if slots.lengths[0] else None
+        mask = self.mask_of(slots, causal_block(count, self.ids.device)) if slots.lengths[0] else None
         features = self.head.project(taps[:, :count])
         self.head(features, text[:, 1 : count + 1], slots.starts[:, None] + offsets, mask, slots)
 
@@ -254,7 +276,7 @@ class HeadDrafter(TreeDrafter):
         count, mask = verified.next_tokens.shape[1], None
         offsets = torch.arange(count, device=self.ids.device)
         if not slots.even or count > self.causal.shape[-1]:
-            mask = block_mask(slots, causal_block(count, self.ids.device), verified.taps.dtype)
+            mask = self.mask_of(slots, causal_block(count, self.ids.device))
         elif count > 1:
             mask = functional.pad(self.causal[:, :count, :count], (slots.lengths[0], 0)).unsqueeze(1)
         positions = slots.starts[:, None] + offsets
@@ -274,7 +296,7 @@ class HeadDrafter(TreeDrafter):
         if frontier.mask is not None and slots.even:
             mask = frontier.mask.unsqueeze(1)
         elif not slots.even:
-            mask = block_mask(slots, PendingTokens(masks.of(frontier, level) == 0), features.dtype)
+            mask = self.mask_of(slots, PendingTokens(masks.of(frontier, level) == 0))
         hidden = self.head(features, frontier.tokens, positions, mask, slots, level)
         slots.hold(frontier.tokens.shape[1])
         return hidden

@@ -37,6 +37,7 @@ from headstart.inference.kernels.products import (
 
 Named = tuple[nn.Module, str, nn.Linear]  # a layer's parent, its name there, and the layer
 GATED = ("gate_proj", "up_proj", "down_proj")
+SILU, GELU = ("SiLU", "SiLUActivation"), "GELUTanh"  # torch's and transformers' classes
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as transformers names them, and our heads
 
 
@@ -251,16 +252,25 @@ def epsilon(module: nn.Module) -> float | None:
     return value if isinstance(value, float) else None
 
 
-@torch.no_grad()
 def is_usual(module: nn.Module) -> bool:
     """Is it weight * hidden / sqrt(mean(hidden^2) + eps), rounded to the dtype before the weight is applied?"""
+    return offset_of(module) == 0
+
+
+@torch.no_grad()
+def offset_of(module: nn.Module) -> float | None:
+    """What an RMS norm adds to its weight: 0, or 1 as Gemma's; None for other formulas. It is tried."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 1 or epsilon(module) is None:
-        return False
+        return None
     hidden = torch.linspace(-3, 2, 4 * len(weight), dtype=torch.float32, device=weight.device).view(4, -1)
     wanted: Tensor = module(hidden)
-    computed = normed(module, epsilon(module), hidden)
-    return wanted.shape == computed.shape and torch.allclose(wanted.float(), computed.float(), rtol=1e-5, atol=1e-6)
+    plain = functional.rms_norm(hidden, weight.shape, None, epsilon(module))
+    for offset in (0.0, 1.0):
+        computed = (offset + weight) * plain
+        if wanted.shape == computed.shape and torch.allclose(wanted.float(), computed, rtol=1e-5, atol=1e-6):
+            return offset
+    return None
 
 
 def normed(module: nn.Module, eps: float | None, hidden: Tensor) -> Tensor:
@@ -291,15 +301,17 @@ def whole_of(linear: nn.Module) -> nn.Linear | None:
 
 
 def norms_on_gpu(model: nn.Module) -> list[nn.Module]:
-    """Let our kernel compute the RMS norms of the usual formula; returns them."""
-    norms = [each for each in model.modules() if type(each).__name__.endswith("RMSNorm") and is_usual(each)]
-    for each in norms:
-        vars(each)["forward"] = Fused(each, partial(fused_gpu().norm, weight=each.weight, eps=epsilon(each)))
-    return norms
+    """Let our kernel compute the RMS norms of Llama's and Gemma's formulas; returns them."""
+    norms = {each: offset_of(each) for each in model.modules() if type(each).__name__.endswith("RMSNorm")}
+    known = {each: offset for each, offset in norms.items() if offset is not None}
+    for each, offset in known.items():
+        compute = partial(fused_gpu().norm, weight=each.weight, eps=epsilon(each), offset=offset)
+        vars(each)["forward"] = Fused(each, compute)
+    return [*known]
 
 
 def gated_on_gpu(model: nn.Module) -> list[nn.Module]:
-    """Let our kernel compute the activation of the layers SiLU(gate) * up; returns their parents."""
+    """Let our kernel compute the activation of MLPs with SiLU(gate) * up or GELU(gate) * up; returns the MLPs."""
     gated = [each for each in model.modules() if is_gated(each)]
     for each in gated:
         vars(each)["forward"] = Fused(each, partial(gated_mlp, each))
@@ -307,17 +319,23 @@ def gated_on_gpu(model: nn.Module) -> list[nn.Module]:
 
 
 def is_gated(module: nn.Module) -> bool:
-    """Is it down_proj(SiLU(gate_proj) * up_proj), with gate_proj and up_proj computed together?"""
+    """Is it down_proj(activation(gate_proj) * up_proj), with gate_proj and up_proj computed together?"""
     kind: Any = type(module)
     names = {name for name, _ in module.named_children()} - {"act_fn"}
-    if names != set(GATED) or type(getattr(module, "act_fn", nn.SiLU())).__name__ not in ("SiLU", "SiLUActivation"):
+    if names != set(GATED) or activation(module) not in (*SILU, GELU):
         return False
     reads = {*re.findall(r"self\.(\w+)", inspect.getsource(kind.forward))}
     return reads - {"act_fn"} == set(GATED) and whole_of(module.get_submodule("up_proj")) is not None
 
 
+def activation(module: nn.Module) -> str:
+    return type(getattr(module, "act_fn", nn.SiLU())).__name__
+
+
 def gated_mlp(module: Any, inputs: Tensor) -> Tensor:
-    return module.down_proj(fused_gpu().silu_times(whole_of(module.up_proj)(inputs)))  # type: ignore[misc]
+    joint = whole_of(module.up_proj)(inputs)  # type: ignore[misc]
+    found: Tensor = module.down_proj(fused_gpu().gated(joint, activation(module) == GELU))
+    return found
 
 
 @contextmanager

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from headstart.heads.layers import Attention, attention, fold_heads, fold_mask, rotate
+from headstart.heads.layers import Attention, Projections, attention, fold_heads, fold_mask, rotate
 from headstart.inference.core.cache import KVCache, SlotLayer, Slots
 from headstart.inference.core.side_by_side import PackedMask
+from headstart.inference.core.tree import keys_of
 from headstart.inference.kernels import (
     FusedForward,
     attention_outside_graph,
@@ -32,8 +33,8 @@ from headstart.inference.kernels import (
     gated_on_gpu,
     has_kernels,
     is_tracing,
-    is_usual,
     norms_on_gpu,
+    offset_of,
     on_gpu,
     ordered_attention,
     whole_of,
@@ -44,7 +45,9 @@ GPU_PARTS_MAX = 8  # a power of two
 SDPA = "sdpa"  # transformers' own
 GROUPED = "headstart_grouped"
 OWN_ATTENTION = "own_attention"  # an attribute of a model that runs on ours
-NORMS, GATES, ROTARY = "norms", "gates of MLPs", "rotary embeddings"  # kinds of small operations that kernels fuse
+BY_BLOCK = "attends_by_block"  # an attribute of a head whose attention needs no masks over all keys
+# What our kernels compute: kinds of small operations, and attention.
+NORMS, GATES, ROTARY, ATTENTION = "norms", "gates of MLPs", "rotary embeddings", "attention"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 # What the forward of an attention of the usual form reads of itself; the window is part of the mask.
 READ_BY_USUAL = {*PROJECTIONS, "q_norm", "k_norm", "attention_dropout", "config", "head_dim", "layer_idx", "scaling"}
@@ -82,6 +85,8 @@ def grouped_attention(
     is_plain, more = options.get("position_bias") is None, (options.get("softcap"), options.get("s_aux"))
     if is_plain and more == (None, None) and places is not None:
         return on_gpu().attention(query, key, value, places, scaling), None
+    if is_plain and more == (None, None) and (keys := keys_of(attention_mask)) is not None:
+        return fused_gpu().attention(query, key, value, keys, scaling), None
     if is_plain and can_attend(query, key, value, attention_mask):
         is_causal = options.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -195,8 +200,10 @@ class FusedAttention(FusedForward):
 
     def __init__(self, module: Any, whole: nn.Linear) -> None:
         super().__init__(module, whole)
-        has_norms = hasattr(module, "q_norm")
-        self.norms = (module.q_norm.weight, module.k_norm.weight, epsilon(module.q_norm)) if has_norms else None
+        self.norms = None
+        if hasattr(module, "q_norm"):
+            norm = module.q_norm
+            self.norms = norm.weight, module.k_norm.weight, epsilon(norm), offset_of(norm)
 
     def __call__(
         self,
@@ -242,16 +249,23 @@ class FusedHeadAttention(FusedForward):
         keys, values = cache.with_block(cache.layers[layer], inputs.shape[1])
         joint = self.whole(inputs)
         query = fused_gpu().rotate_and_store(joint, (cosines, sines), None, (keys, values), cache.starts, cache.pending)
-        return module.o_proj(attention(query, keys, values, mask).transpose(1, 2).flatten(2))
+        if (visible := keys_of(mask)) is not None:
+            mixed = fused_gpu().attention(query, keys, values, visible)
+        else:
+            mixed = attention(query, keys, values, mask).transpose(1, 2)
+        return module.o_proj(mixed.flatten(2))
 
 
 def fuse_head(head: nn.Module, kinds: set[str]) -> None:
     """Let our kernels compute, in a head whose linear layers are joined, the kinds that they compute in its target."""
     if GATES in kinds:
         gated_on_gpu(head)
-    for each in head.modules() if ROTARY in kinds else ():
+    own = [each for each in head.modules() if isinstance(each, Projections)]
+    for each in own if ROTARY in kinds else ():
         if type(each) is Attention and (whole := whole_of(each.q_proj)) is not None:
             vars(each)["forward"] = FusedHeadAttention(each, whole)
+    is_fused = [isinstance(vars(each).get("forward"), FusedHeadAttention) for each in own]
+    vars(head)[BY_BLOCK] = ATTENTION in kinds and bool(own) and all(is_fused)
 
 
 def slots_in(cache: Any, layer: int, device: torch.device) -> Slots | None:
@@ -272,11 +286,20 @@ def attention_on_gpu(model: PreTrainedModel) -> list[nn.Module]:
     return usual
 
 
-# A function for each kind, which returns the modules that it fused.
-FUSED: dict[str, Callable[[PreTrainedModel], list[nn.Module]]] = {
-    NORMS: norms_on_gpu,
-    GATES: gated_on_gpu,
-    ROTARY: attention_on_gpu,
+def attend_by_block(passes: Any) -> bool:
+    """Let our kernel compute the attention of steps, unless scores have caps or sinks, or layers are on two devices."""
+    model = passes.model
+    on_one = all(parameter.device == passes.device for parameter in model.parameters())
+    passes.by_block = model.config._attn_implementation == GROUPED and on_one and not has_caps_or_sinks(model)
+    return bool(passes.by_block)
+
+
+# A function of a target's passes for each kind, which says whether our kernels compute anything now.
+FUSED: dict[str, Callable[[Any], bool]] = {
+    NORMS: lambda passes: bool(norms_on_gpu(passes.model)),
+    GATES: lambda passes: bool(gated_on_gpu(passes.model)),
+    ROTARY: lambda passes: bool(attention_on_gpu(passes.model)),
+    ATTENTION: attend_by_block,
 }
 
 
@@ -287,10 +310,10 @@ def is_usual_attention(module: Any) -> bool:
     if names - norms != set(PROJECTIONS) or len(norms) == 1 or whole_of(module.q_proj) is None:
         return False
     reads = {*re.findall(r"self\.(\w+)", inspect.getsource(kind.forward))}
-    weights = [getattr(module, name) for name in norms]
-    is_normed = all(is_usual(each) and len(each.weight) == module.head_dim for each in weights)
-    same_epsilon = len({epsilon(each) for each in weights}) < 2
-    return reads <= READ_BY_USUAL and is_normed and same_epsilon and rotates_halves(kind)
+    forms = {(offset_of(norm), epsilon(norm), len(norm.weight)) for norm in (getattr(module, name) for name in norms)}
+    is_normed = not forms or (len(forms) == 1 and next(iter(forms))[0] is not None)
+    fits = all(size == module.head_dim for *_, size in forms)
+    return reads <= READ_BY_USUAL and is_normed and fits and rotates_halves(kind)
 
 
 def rotates_halves(kind: type) -> bool:

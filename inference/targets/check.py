@@ -69,7 +69,7 @@ def identity_of(passes: Passes) -> str:
 
 
 def fuse_where_right(passes: Passes) -> tuple[set[str], dict[str, str]]:
-    """On a GPU, let our kernels compute the small operations of a target's layers, kind by kind.
+    """On a GPU, let our kernels compute the small operations of a target's layers and its attention, kind by kind.
 
     Returns the kinds that they compute, and for others why the module's own code does: the passes differed, or the
     kernel failed on this device.
@@ -78,12 +78,12 @@ def fuse_where_right(passes: Passes) -> tuple[set[str], dict[str, str]]:
     for kind, fuse in FUSED.items():
         before = {module: vars(module).get("forward") for module in passes.model.modules()}
         allowed = FUSED_ROUNDING if passes.dtype.itemsize < 4 else ROUNDING[passes.dtype]
-        if not fuse(passes.model):
+        if not fuse(passes):
             continue
         if (failure := difference(passes, allowed)) is None:
             fused.add(kind)
             continue
-        left_out[kind] = failure
+        left_out[kind], passes.by_block = failure, False  # attention is the last kind
         for module, forward in before.items():
             vars(module).pop("forward", None)
             vars(module).update({} if forward is None else {"forward": forward})

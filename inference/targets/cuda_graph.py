@@ -9,9 +9,9 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from headstart.inference.core.cache import PAGE_TOKENS, KVCache
-from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.drafter import CapturedDrafter, Drafter
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree, size_bucket
 from headstart.inference.core.verify import VerifiedOnDevice, VerifiedOnHost
@@ -59,10 +59,10 @@ class StepOutput:
     logits: Float[Tensor, "batch nodes vocab"]  # empty unless requested: they are most of a graph's memory
 
     @classmethod
-    def from_tensors(cls, outputs: tuple[Tensor, ...], rows: int) -> "StepOutput":
+    def from_tensors(cls, outputs: tuple[Tensor, ...], rows: int, levels: int | None = None) -> "StepOutput":
         """The real rows of a padded batch."""
         tokens, parents, choices, taps, logits = (output[:rows] for output in outputs)
-        return cls(Tree(tokens, parents), choices, taps, logits)
+        return cls(Tree(tokens, parents, levels=levels), choices, taps, logits)
 
 
 @dataclass
@@ -117,14 +117,14 @@ class StaticStep:
         """Capture the steps of texts that need up to this many slots, however they sample; yields how many are left."""
         self.attend_to(max(slots, size_bucket(self.drafter.max_nodes) + self.drafter.depth + 1))
         rows = sorted({min(1 << power, self.batch) for power in range(self.batch.bit_length() + 1)})
-        shapes_vary = self.drafter.depth and not self.drafter.static_shapes
-        nodes = size_bucket(self.drafter.max_nodes).bit_length() if shapes_vary else 1
+        drafters = [*self.captured_drafter.shapes()] if self.drafter.depth and self.drafter.static_shapes else []
+        nodes = size_bucket(self.drafter.max_nodes).bit_length() if drafters != [self.drafter] else 1
         works: list[tuple[int, Callable[[], object]]] = []
         for count in rows:
             for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, top_p=0.9)):
                 batch = BatchSampling([sampling] * count, self.target.device)
-                if self.drafter.depth and self.drafter.static_shapes:
-                    works.append((count, partial(self.draft, count, batch, *self.nothing_verified(count))))
+                inputs = self.nothing_verified(count)
+                works += [(count, partial(self.draft, each, count, batch, *inputs)) for each in drafters]
                 for power in range(nodes):
                     tokens = torch.zeros(count, 1 << power, dtype=torch.long, device=self.target.device)
                     works.append((count, partial(self.verify, Tree(tokens, tokens - 1), batch)))
@@ -151,12 +151,27 @@ class StaticStep:
         """Draft, and let the target choose. `held` is as in `verify`."""
         if not self.drafter.static_shapes:
             return self.verify(self.drafter.draft(verified, self.cache), verified.sampling, with_logits, held)
+        drafter, count = self.captured_drafter.planned(verified)
+        output = self.grow(drafter, verified, with_logits, held)
+        if isinstance(output, StepOutput):
+            return output
+        self.captured_drafter.observe(output)
+        tree = output if count is None else output.first(count)
+        verifiable = self.captured_drafter.extended(tree, verified)
+        output = self.verify(verifiable, verified.sampling, with_logits, held)
+        return replace(output, tree=replace(output.tree, levels=drafter.depth))
+
+    def grow(
+        self, drafter: CapturedDrafter, verified: VerifiedOnHost, with_logits: bool = False, held: Sequence[int] = ()
+    ) -> StepOutput | Tree:
+        """Draft, and let the target choose if this step's own drafter drafts."""
         if self.cache.head is not None:
             verified.rewind(self.cache.head)
         device, short = self.target.device, self.drafter.depth + 1 - verified.next_tokens.shape[1]
         rows, more = len(verified.rows), self.more_rows(len(verified.rows))
         with self.padded_rows(more, held):
             output = self.draft(
+                drafter,
                 rows,
                 verified.sampling,
                 padded(verified.taps, 0, 0, 0, short, 0, more),
@@ -170,9 +185,26 @@ class StaticStep:
             self.cache.head.set_lengths([row.end for row in verified.rows])
         return output
 
-    def draft(self, rows: int, sampling: BatchSampling, *inputs: Tensor, with_logits: bool = False) -> StepOutput:
-        function = partial(self.draft_and_choose, with_logits)
-        return StepOutput.from_tensors(self.replay(function, ("draft", with_logits), sampling, *inputs), rows)
+    @property
+    def captured_drafter(self) -> CapturedDrafter:
+        return cast(CapturedDrafter, self.drafter)
+
+    def draft(
+        self,
+        drafter: CapturedDrafter,
+        rows: int,
+        sampling: BatchSampling,
+        *inputs: Tensor,
+        with_logits: bool = False,
+    ) -> StepOutput | Tree:
+        """The output of a step by its own drafter, or else the tree that a drafter of one shape draws."""
+        if drafter is self.drafter:
+            function = partial(self.draft_and_choose, with_logits)
+            outputs = self.replay(function, ("draft", with_logits), sampling, *inputs)
+            return StepOutput.from_tensors(outputs, rows, drafter.depth)
+        outputs = self.replay(partial(self.draft_alone, drafter), ("draft alone", drafter.depth), sampling, *inputs)
+        tokens, parents, chances = (output[:rows] for output in outputs)
+        return Tree(tokens, parents, drafter.depth, drafter.depth, chances)
 
     @torch.inference_mode()
     def verify(
@@ -231,11 +263,17 @@ class StaticStep:
     def memory(self) -> GraphMemory | None:
         return self.target.singleton(GraphMemory) if self.target.device.type == "cuda" else None
 
-    # The next two methods are captured: no lists, no host syncs, and no shape depends on accepted tokens.
+    # The next three methods are captured: no lists, no host syncs, and no shape depends on accepted tokens.
 
-    def draft_and_choose(
+    def draft_and_choose(self, with_logits: bool, sampling: BatchSampling, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Draft a tree and let the target choose a token at each of its nodes."""
+        sampling = self.with_gumbel(sampling, self.drafter.depth + 1)
+        tokens, parents, _ = self.draft_alone(self.captured_drafter, sampling, *inputs)
+        return self.choose(with_logits, sampling, tokens, parents)
+
+    def draft_alone(
         self,
-        with_logits: bool,
+        drafter: CapturedDrafter,
         sampling: BatchSampling,
         taps: Tensor,
         next_tokens: Tensor,
@@ -243,12 +281,13 @@ class StaticStep:
         counts: Tensor,
         left: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Draft a tree and let the target choose a token at each of its nodes."""
+        """Draft a tree; returns the tokens, parents and chances of its nodes."""
         self.cache.reset()
-        sampling = self.with_gumbel(sampling, self.drafter.depth + 1)
-        verified = VerifiedOnDevice(taps, next_tokens, roots, sampling, None, counts, left)
-        tree = self.drafter.draft(verified, self.cache)
-        return self.choose(with_logits, sampling, tree.tokens, tree.parents)
+        if sampling.gumbel_table is None:
+            sampling = self.with_gumbel(sampling, drafter.depth + 1)
+        tree = drafter.draft(VerifiedOnDevice(taps, next_tokens, roots, sampling, None, counts, left), self.cache)
+        assert tree.log_chances is not None
+        return tree.tokens, tree.parents, tree.log_chances
 
     def choose(self, with_logits: bool, sampling: BatchSampling, tokens: Tensor, parents: Tensor) -> tuple[Tensor, ...]:
         """Let the target choose a token at each node of a tree."""

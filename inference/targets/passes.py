@@ -1,7 +1,7 @@
 """The passes of a target: over texts, trees, chains after recurrent states, and parts side by side."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import signature
 from typing import Any, Literal
 
@@ -75,6 +75,9 @@ class Passes:
         self.offset = 0  # of the last images, as in `Slots.offsets`
         self.decodes_after_images = False  # whether a trial found so
         self.by_position = False  # masks say where the keys of each position lie
+        self.by_block = (
+            False  # steps have no masks over all keys: a kernel of ours reads which pending keys are visible
+        )
         self.layout: CacheLayout
         self.method: DecodingMethod
         self.hidden: dict[int, Tensor] = {}  # what the hooks have left of the last pass, by tap
@@ -394,7 +397,8 @@ class Passes:
         return one_or_all(masks) if len(masks) == 1 else {**masks, **dict.fromkeys(self.unmasked)}
 
     def _masks_by_kind(self, slots: Slots, block: PendingTokens) -> dict[str, Tensor]:
-        masks = {kind: block_mask(slots, block, self.dtype, window) for kind, window in self.windows.items()}
+        make = partial(block_mask, slots, block, self.dtype, carries_keys=self.by_block)
+        masks = {kind: make(window=window) for kind, window in self.windows.items()}
         for kind, mask in masks.items() if self.by_position else ():
             vars(mask)["places"] = Places.of(slots, block, self.windows[kind])
         return masks

@@ -85,7 +85,7 @@ BY_HAND = {
     r"=runs/self/head\b": "trains a head of SmolLM2 first, for hours",
     r"benchmarks/serve\.py|^from openai import": "needs a running server",
     r"^headstart adapt\b": "needs a server that has answered requests; see tests/trainers/test_adapt.py",
-    r"'\.\[trl\]'|(examples|benchmarks)/grpo\.py|^from headstart\.trl": "takes minutes; see tests/trainers/test_trl.py",
+    r"'\.\[trl\]'|examples/grpo\.py|^from headstart\.trl": "takes minutes; see tests/trainers/test_trl.py",
     r"^import headstart\n": "needs a user's policy; see tests/trainers/test_refresh.py",
     r"^make chat$|^headstart serve\b": "serve until they are stopped; see tests/inference/serve/test_server_command.py",
     r"--machine_rank|--num_machines [2-9]|^torchrun |^srun |^sbatch ": "see tests/trainers/test_machines.py",

@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from headstart.inference.core.cache import Slots
 from headstart.inference.core.drafter import PLAIN
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
-from headstart.inference.core.tree import Tree
+from headstart.inference.core.tree import Chunk, PendingTokens, Tree, Window, block_mask, keys_of
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
@@ -40,6 +42,7 @@ CLOSE: dict[torch.dtype, Any] = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     torch.float16: {"rtol": 4e-3, "atol": 4e-3},
 }
+NORMS: list[Any] = [LlamaRMSNorm, Gemma3RMSNorm]  # by what they add to their weights
 few = settings(max_examples=30, deadline=None)
 
 
@@ -48,6 +51,7 @@ def gpu() -> ModuleType:
     if os.environ.get("TRITON_INTERPRET") != "1":  # before torch imports Triton
         pytest.skip("make check-kernels runs it")
     module: Any = importlib.import_module("headstart.inference.kernels.fused_gpu")
+    module.BLOCK, module.PARTS_MAX = 16, 3  # so small that a short text has several
     return module
 
 
@@ -56,22 +60,24 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @few
-@given(tokens=st.integers(1, 9), size=st.integers(2, 70), dtype=DTYPES)
-def test_a_norm_is_transformers_own(gpu: ModuleType, tokens: int, size: int, dtype: torch.dtype) -> None:
-    norm = LlamaRMSNorm(size, eps=1e-5).to(dtype)
+@given(tokens=st.integers(1, 9), size=st.integers(2, 70), kind=st.sampled_from(NORMS), dtype=DTYPES)
+def test_a_norm_is_transformers_own(gpu: ModuleType, tokens: int, size: int, kind: Any, dtype: torch.dtype) -> None:
+    norm, inputs = kind(size, eps=1e-5).to(dtype), 3 * numbers(2, tokens, size, dtype=dtype)
     norm.weight.data = numbers(size, dtype=dtype)
-    inputs = 3 * numbers(2, tokens, size, dtype=dtype)
-    assert_close(gpu.norm(inputs, norm.weight.detach(), 1e-5), norm(inputs).detach(), **CLOSE[dtype])
+    found = gpu.norm(inputs, norm.weight.detach(), 1e-5, float(NORMS.index(kind)))
+    assert_close(found, norm(inputs).detach(), **CLOSE[dtype])
 
 
 @few
-@given(tokens=st.integers(1, 9), size=st.integers(1, 40), dtype=DTYPES)
-def test_a_gate_is_silu_of_one_half_times_the_other(
-    gpu: ModuleType, tokens: int, size: int, dtype: torch.dtype
+@given(
+    tokens=st.integers(1, 9), size=st.integers(1, 40), name=st.sampled_from(["silu", "gelu_pytorch_tanh"]), dtype=DTYPES
+)
+def test_a_gate_is_the_activation_of_one_half_times_the_other(
+    gpu: ModuleType, tokens: int, size: int, name: str, dtype: torch.dtype
 ) -> None:
-    opened, values = numbers(tokens, size, dtype=dtype), numbers(tokens, size, dtype=dtype)
-    found = gpu.silu_times(torch.cat([opened, values], dim=-1))
-    assert_close(found, nn.functional.silu(opened) * values, **CLOSE[dtype])
+    opened, values = 3 * numbers(tokens, size, dtype=dtype), numbers(tokens, size, dtype=dtype)
+    found = gpu.gated(torch.cat([opened, values], dim=-1), name != "silu")
+    assert_close(found, ACT2FN[name](opened) * values, **CLOSE[dtype])
 
 
 @few
@@ -80,7 +86,7 @@ def test_a_gate_is_silu_of_one_half_times_the_other(
     sizes=st.tuples(st.integers(1, 5), st.sampled_from([2, 6, 8]), st.sampled_from([1, 2]), st.sampled_from([1, 3])),
     pending=st.integers(0, 2),
     own_rows=st.booleans(),
-    normed=st.booleans(),
+    kind=st.sampled_from([None, *NORMS]),
     dtype=DTYPES,
 )
 def test_a_block_is_normed_rotated_and_stored_as_by_the_layers_own_code(
@@ -89,7 +95,7 @@ def test_a_block_is_normed_rotated_and_stored_as_by_the_layers_own_code(
     sizes: tuple[int, int, int, int],
     pending: int,
     own_rows: bool,
-    normed: bool,
+    kind: Any,
     dtype: torch.dtype,
 ) -> None:
     rows, (block, size, key_heads, group) = len(lengths), sizes
@@ -97,7 +103,7 @@ def test_a_block_is_normed_rotated_and_stored_as_by_the_layers_own_code(
     joint = numbers(rows, block, (heads + 2 * key_heads) * size, dtype=dtype)
     angles = numbers(rows if own_rows else 1, block, size // 2).repeat(1, 1, 2)
     rotary = angles.cos().to(dtype), angles.sin().to(dtype)
-    norms = [LlamaRMSNorm(size, eps=1e-5).to(dtype) for _ in range(2)]
+    norms = [(kind or LlamaRMSNorm)(size, eps=1e-5).to(dtype) for _ in range(2)]
     for norm in norms:
         norm.weight.data = numbers(size, dtype=dtype)
     start = numbers(2, 2, rows, key_heads, 20, size, dtype=dtype)
@@ -107,16 +113,48 @@ def test_a_block_is_normed_rotated_and_stored_as_by_the_layers_own_code(
         slots.hold(pending)
     parts = joint.split([heads * size, key_heads * size, key_heads * size], dim=-1)
     query, key, value = (part.unflatten(-1, (-1, size)) for part in parts)
-    if normed:
+    if kind:
         query, key = norms[0](query).detach(), norms[1](key).detach()
     query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *rotary)
     keys, values = wanted.append(1, key, value.transpose(1, 2))
     held = found.with_block(found.layers[1], block)
-    weights = (*(norm.weight.detach() for norm in norms), 1e-5) if normed else None
+    weights = (*(norm.weight.detach() for norm in norms), 1e-5, float(NORMS.index(kind))) if kind else None
     rotated = gpu.rotate_and_store(joint, rotary, weights, (held[0], held[1]), found.starts, pending)
     assert_close(rotated, query, **CLOSE[dtype])
     assert_close(held[0], keys, **CLOSE[dtype])
     assert torch.equal(held[1], values)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 80), min_size=1, max_size=2),
+    sizes=st.tuples(st.integers(1, 9), st.sampled_from([6, 16]), st.sampled_from([1, 2]), st.sampled_from([1, 3])),
+    window=st.sampled_from([None, 2, 40, Chunk(16)]),
+    static=st.booleans(),
+    dtype=DTYPES,
+)
+def test_attention_to_parts_is_masked_attention(
+    gpu: ModuleType,
+    lengths: list[int],
+    sizes: tuple[int, int, int, int],
+    window: Window | None,
+    static: bool,
+    dtype: torch.dtype,
+) -> None:
+    rows, (nodes, size, key_heads, group) = len(lengths), sizes
+    parents = torch.tensor([[(7 * node) // 11 - 1 for node in range(nodes)]] * rows).clamp(min=0)
+    parents[:, 0] = -1
+    tree = Tree(parents, parents)
+    block = PendingTokens(tree.ancestors, tree.depths)
+    slots = Slots([numbers(1, 2, rows, key_heads, 90, size, dtype=dtype)], rows, static)
+    slots.set_lengths(lengths)
+    query, *new = numbers(3, rows, key_heads, nodes, size, dtype=dtype)
+    query = numbers(rows, key_heads * group, nodes, size, dtype=dtype)
+    mask, carrier = (block_mask(slots, block, dtype, window, carries) for carries in (False, True))
+    keys, values = slots.append(0, *new)
+    found, seen = gpu.attention(query, keys, values, keys_of(carrier), 0.3), mask[..., : keys.shape[2]] == 0
+    wanted = attention.attention_with_caps(query.float(), keys.float(), values.float(), seen, 0.3, None, None)
+    assert_close(found, wanted.to(dtype), **CLOSE[dtype])
 
 
 def joined_target(model: PreTrainedModel) -> TargetModel:
@@ -130,7 +168,7 @@ def fused_types(model: nn.Module) -> Counter[str]:
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3"])
 def test_targets_of_the_usual_form_compute_their_own_logits_by_kernels(gpu: ModuleType, family: str) -> None:
     target = joined_target(make_family(family))
     assert fuse_where_right(target.passes) == (ALL, {})
@@ -147,7 +185,7 @@ def test_other_rotary_embeddings_norms_and_caps_are_left_to_their_own_code(gpu: 
     assert not left_out
 
 
-@pytest.mark.parametrize("kernel", ["norm", "silu_times", "rotate_and_store"])
+@pytest.mark.parametrize("kernel", ["norm", "gated", "rotate_and_store"])
 def test_a_kernel_that_is_wrong_or_fails_is_left_out_with_a_reason(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, kernel: str
 ) -> None:

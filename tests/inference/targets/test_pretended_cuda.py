@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from matrix import slow_unless
 from pretended_cuda import CUDA, SECOND, Seen, WrongDevice, on_two_cards, pretended_cuda
-from scripted import answered, finish
+from scripted import SetCosts, answered, finish
 from shared_fixtures import HeadFactory, ModelFactory
 from torch import Tensor
 from torch.testing import assert_close
@@ -28,6 +28,7 @@ from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.verify import VerifiedOnHost, VerifiedRow
+from headstart.inference.drafters.costs import CostAware
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth, GrowthPolicy
 from headstart.inference.drafters.lookup import Lookup
@@ -200,6 +201,7 @@ DRAFTERS: dict[str, Build] = {
     "chain": with_head(Dynamic.chain(3), kind="eagle3"),
     "fixed tree": with_head(GROWTHS["fixed"], kind="eagle3"),
     "head and repeats": with_head(TREE, 6, kind="eagle3"),
+    "cost-aware": with_head(CostAware(4, 3, 12, SetCosts()), kind="eagle3"),
     "prompt lookup": lambda *_: Lookup(Growth(4, 2, 8)),
     "draft model": with_draft_model,
 }
@@ -210,7 +212,8 @@ PROMPTS = ([5, 6, 7, 11], [3], [9, 9, 1] * 6, [40, 41])
 MAY_WAIT = {"accept", "refuse_nan", "Prefill._start", "token_scores", "Passes.allows_side_by_side", "elsewhere"}
 MAY_WAIT |= {"find_packed_sequence_indices", "difference"}
 ON_THE_HOST = {  # drafters that look for repetitions there, and for the noise of the tokens that they find
-    "head and repeats": {"GumbelRow.at", "Repeats.extend", "chances_of"},
+    "head and repeats": {"GumbelRow.at", "Tree.to"},
+    "cost-aware": {"CostAware._learn"},  # what the step before has left
     "prompt lookup": {"GumbelRow.at"},
 }
 
@@ -244,7 +247,7 @@ def assert_decodes_as_the_cpu(
     assert cuda.readers <= MAY_WAIT | ON_THE_HOST.get(name, set())
     if cards == 2 or static is False:
         assert not cuda.replays
-    elif name in HEADS:
+    elif name in HEADS or name in ("head and repeats", "cost-aware"):
         assert bool(cuda.replays) == (mix in CAPTURED)
 
 
