@@ -63,7 +63,7 @@ class Tree:
     @cached_property
     def depths(self) -> Int[Tensor, "batch nodes"]:
         """Edges from the root."""
-        return self.ancestors.sum(-1) - 1
+        return torch.zeros_like(self.parents) if self.shape[1] == 1 else self.ancestors.sum(-1) - 1
 
 
 def ancestor_mask(parents: Int[Tensor, "batch nodes"], deepest: int | None = None) -> Bool[Tensor, "batch nodes nodes"]:
@@ -234,7 +234,7 @@ class VisibleKeys:
     def as_mask(self, dtype: torch.dtype) -> Float[Tensor, "rows 1 block 1"]:
         """A stand-in for a mask, which carries these keys to `keys_of`."""
         rows, size = len(self.starts), self.visible.shape[1]
-        mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=self.starts.device).expand(rows, 1, size, 1)
+        mask = torch.empty(1, 1, 1, 1, dtype=dtype, device=self.starts.device).expand(rows, 1, size, 1)  # never read
         vars(mask)["keys"] = self
         return mask
 

@@ -204,6 +204,7 @@ class DecodeLoop:
         """End a request, waiting or running; its row is free at once. Does nothing if its text has ended."""
         row = next((row for row in self.batch.members if row.number == number), None)
         if row is not None:
+            self.decode_step.forget_flight()
             self._end(row)
         elif self.waiting.remove(number):
             self.ended.append(number)
@@ -271,12 +272,19 @@ class DecodeLoop:
         reads = can_read and schedule.reads_next(running, self.max_batch - running, len(self.waiting))
         alone = reads and self._next_has_images()  # in turn with the steps
         reads = reads and not (alone and running and schedule.read_last)
+        if self.decode_step.in_flight is not None:
+            goes_on = not can_read and self.decode_step.goes_on()
+            blocks = self.decode_step.run_ahead() if goes_on else []
+            if not goes_on or any(row.ended for row in batch.rows):
+                blocks += self.decode_step.catch_up()
+            self._end_rows()
+            return blocks
         steps = running > 0 and (not reads or (schedule.shares_steps and not alone))
         if steps:
             # First, so that a prompt finds in the cache the prefix that it shares with the others.
             self.decode_step.prepare(may_draft=not reads)
             chunks = self._next_chunks() if reads else []
-            blocks, outputs = self.decode_step.run(self.prefill.parts(chunks))
+            blocks, outputs = self.decode_step.run(self.prefill.parts(chunks), may_run_ahead=not can_read)
             blocks += self._finish_chunks(chunks, outputs) if chunks else []
         elif reads:
             chunks = self._next_chunks()
@@ -290,9 +298,12 @@ class DecodeLoop:
             else:
                 blocks = self._finish_chunks(chunks, outputs)
         schedule.read_last = reads and not steps
-        for row in [row for row in batch.rows if row.ended]:
-            self._end(row)
+        self._end_rows()
         return blocks
+
+    def _end_rows(self) -> None:
+        for row in [row for row in self.batch.rows if row.ended]:
+            self._end(row)
 
     def _can_read(self) -> bool:
         """Whether a prompt is in prefill, or the next waiting request has a place and memory."""

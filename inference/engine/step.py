@@ -27,6 +27,26 @@ from headstart.inference.targets.passes import TargetOutput
 READ_WITH_DRAFT_MAX = 8  # missed positions that the drafter reads with its next draft, for all rows at once
 
 
+class InFlight:
+    """A plain captured step that the host has not read yet. The next one may be launched before."""
+
+    def __init__(self, output: StepOutput) -> None:
+        # Copies, as the next step overwrites what a captured one leaves.
+        self.choices, self.taps, self.logits = output.choices.clone(), output.taps.clone(), output.logits
+        self.tokens, self.copied = self.choices, None
+        if torch.cuda.is_available():
+            self.tokens = torch.empty(self.choices.shape, dtype=self.choices.dtype, pin_memory=True)
+            self.tokens.copy_(self.choices, non_blocking=True)
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+
+    def read(self) -> list[Accepted]:
+        """Wait for the step, but not for a later one."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return [Accepted([0], tokens, 0) for tokens in self.tokens.tolist()]
+
+
 class DecodeStep:
     """Runs the steps of a batch's rows; keeps the state that one step needs from the last."""
 
@@ -46,27 +66,30 @@ class DecodeStep:
         self.history: History | None
         self.is_captured = False  # whether a captured step serves these rows
         self.with_logits = False  # whether the logits of a captured step are needed
+        self.in_flight: InFlight | None = None
 
     def prepare(self, may_draft: bool = True) -> None:
         """Prepare a step; this work, most of it once per new row, is not counted in the step's time."""
         batch = self.batch
         self._follow_rows()
-        batch.make_room(max(batch.cache.target.lengths) + batch.nodes)
-        if batch.static is not None:
-            batch.static.attend_to(max(batch.cache.target.lengths + batch.held_after_rows) + batch.nodes)
+        self._make_room()
         self.drafts = self.target.passes.prepare_step(batch.cache, self._prepare_drafts(may_draft))
         for place, row in enumerate(batch.rows):
             if not row.is_remembered:  # for requests that share its prefix and come before this text ends
                 batch.remember_row(row, place)
                 row.is_remembered = True
 
-    def run(self, parts: list[Part]) -> tuple[list[EmittedTokens], list[TargetOutput]]:
+    def run(self, parts: list[Part], may_run_ahead: bool = False) -> tuple[list[EmittedTokens], list[TargetOutput]]:
         """One step of all rows, after `prepare`; returns the new tokens, and the target's output for each part.
 
-        `parts` of prompts share the target's pass of a step without drafts.
+        `parts` of prompts share the target's pass of a step without drafts. If it `may_run_ahead`, the tokens of a
+        plain captured step are read later.
         """
         started, self.drafted = time.perf_counter(), None
         others: list[TargetOutput] = []
+        if may_run_ahead and self.is_captured and not (self.drafts or self.with_logits or self._some_end_next()):
+            self._launch(self._roots())
+            return [], []
         output: StepOutput | TargetOutput
         if self.drafts:
             assert not parts
@@ -82,6 +105,60 @@ class DecodeStep:
             elif not self.drafts and not parts:
                 self.costs.observe_plain(self._situation(), seconds)
         return blocks, others
+
+    def goes_on(self) -> bool:
+        """Whether another plain step follows the one in flight for the same rows: none drafts, or ends by its length.
+
+        Call it once before each step.
+        """
+        return not self._some_end_next() and not self._may_draft()
+
+    def run_ahead(self) -> list[EmittedTokens]:
+        """Launch the next plain step, then read the one in flight; returns the new tokens of that one."""
+        started, last = time.perf_counter(), self.in_flight
+        assert last is not None
+        self._make_room()
+        self._launch(last.choices)
+        blocks = self._read(last)
+        if self.costs is not None:
+            self.costs.observe_plain(self._situation(), time.perf_counter() - started)
+        return blocks
+
+    def catch_up(self) -> list[EmittedTokens]:
+        """Read the step in flight; rows that had ended before it take no tokens of it."""
+        last, self.in_flight, batch = self.in_flight, None, self.batch
+        assert last is not None
+        blocks = self._read(last)
+        held = zip(batch.rows, batch.cache.target.lengths, strict=True)
+        batch.cache.target.set_lengths([len(row.text) - 1 if row.ended else length for row, length in held])
+        return blocks
+
+    def forget_flight(self) -> None:
+        """Let the step in flight be run again."""
+        if self.in_flight is not None:
+            self.in_flight, slots = None, self.batch.cache.target
+            slots.set_lengths([length - 1 for length in slots.lengths])
+
+    def _launch(self, roots: Int[Tensor, "rows 1"]) -> None:
+        batch = self.batch
+        assert batch.static is not None
+        output = batch.static.verify(Tree.root_only(roots), self.sampling, held=batch.held_after_rows)
+        batch.cache.keep([[0]] * len(batch.rows), [])
+        self.in_flight = InFlight(output)
+
+    def _read(self, step: InFlight) -> list[EmittedTokens]:
+        output = StepOutput(Tree.root_only(step.choices), step.choices, step.taps, step.logits)
+        return self._record(step.read(), output, bytes_moved=0)
+
+    def _some_end_next(self) -> bool:
+        """Whether the length of a text ends it at the next token."""
+        return any(row.left <= 1 for row in self.batch.rows)
+
+    def _make_room(self) -> None:
+        batch = self.batch
+        batch.make_room(max(batch.cache.target.lengths) + batch.nodes)
+        if batch.static is not None:
+            batch.static.attend_to(max(batch.cache.target.lengths + batch.held_after_rows) + batch.nodes)
 
     def _follow_rows(self) -> None:
         """Rebuild the sampling parameters and the history after a change of the batch's rows."""
@@ -103,12 +180,8 @@ class DecodeStep:
         """
         batch = self.batch
         wanting = [row for row in batch.rows if row.request.speculative]
-        if not wanting or not self.drafter.depth:
-            return False
-        if may_draft and self.speculation is not None:
-            may_draft = self.speculation.pays(self._situation())
-        if not may_draft:
-            batch.catching_up = True
+        if not (may_draft and self._may_draft()):
+            batch.catching_up = batch.catching_up or bool(wanting and self.drafter.depth)
             return False
         left = CATCH_UP_POSITIONS if batch.catching_up else sys.maxsize
         for place, row in enumerate(batch.rows):
@@ -118,6 +191,12 @@ class DecodeStep:
                 left -= batch.feed(row, place, left)
         batch.catching_up = batch.catching_up and any(row.unread.is_behind for row in batch.rows)
         return not all(row.unread.is_behind for row in wanting)
+
+    def _may_draft(self) -> bool:
+        """Whether a row takes drafts, and these pay at present."""
+        if not self.drafter.depth or not any(row.request.speculative for row in self.batch.rows):
+            return False
+        return self.speculation is None or self.speculation.pays(self._situation())
 
     def _situation(self) -> Situation:
         return Situation(max(self.batch.cache.target.lengths), len(self.batch.rows), self.sampling.all_greedy)
@@ -208,6 +287,8 @@ class DecodeStep:
         path_taps = drafter_taps(taps, batch.tap_columns).unbind()  # [longest, tapped] of each row
         blocks = []
         for index, (row, each) in enumerate(zip(batch.rows, accepted, strict=True)):
+            if row.ended:
+                continue
             count, row_taps = len(each.path), path_taps[index]
             if count < len(row_taps):
                 row_taps = row_taps[:count]

@@ -14,6 +14,7 @@ from headstart.inference.kernels.fast_layers import (
     norms_on_gpu,
     offset_of,
     own_layers_of,
+    residuals_on_gpu,
     whole_of,
 )
 from headstart.inference.kernels.fast_model import (
@@ -53,5 +54,6 @@ __all__ = [
     "ordered_attention",
     "own_layers_of",
     "remember_eight_bits",
+    "residuals_on_gpu",
     "whole_of",
 ]

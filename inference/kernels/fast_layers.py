@@ -37,6 +37,7 @@ from headstart.inference.kernels.products import (
 
 Named = tuple[nn.Module, str, nn.Linear]  # a layer's parent, its name there, and the layer
 GATED = ("gate_proj", "up_proj", "down_proj")
+LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 SILU, GELU = ("SiLU", "SiLUActivation"), "GELUTanh"  # torch's and transformers' classes
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as transformers names them, and our heads
 
@@ -308,6 +309,38 @@ def norms_on_gpu(model: nn.Module) -> list[nn.Module]:
         compute = partial(fused_gpu().norm, weight=each.weight, eps=epsilon(each), offset=offset)
         vars(each)["forward"] = Fused(each, compute)
     return [*known]
+
+
+class FusedLayer(FusedForward):
+    """A decoder layer whose first sum and second norm are one kernel."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        norm = module.post_attention_layernorm
+        self.form = norm.weight, epsilon(norm), offset_of(norm)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+        layer = self.module
+        if torch.is_grad_enabled():
+            return type(layer).forward(layer, hidden_states, *args, **options)
+        mixed, _ = layer.self_attn(layer.input_layernorm(hidden_states), *args, **options)
+        hidden_states, normed = fused_gpu().add_and_norm(mixed, hidden_states, *self.form)
+        return hidden_states + layer.mlp(normed)
+
+
+def residuals_on_gpu(model: nn.Module) -> list[nn.Module]:
+    """Let our kernel compute the first sum of decoder layers of Llama's form together with their second norm."""
+    layers: list[Any] = [each for each in model.modules() if {name for name, _ in each.named_children()} == LAYER]
+    usual = [
+        layer
+        for layer in layers
+        if {*re.findall(r"self\.(\w+)", inspect.getsource(type(layer).forward))} == LAYER
+        and type(layer.post_attention_layernorm).__name__.endswith("RMSNorm")
+        and offset_of(layer.post_attention_layernorm) is not None
+    ]
+    for layer in usual:
+        vars(layer)["forward"] = FusedLayer(layer)
+    return usual
 
 
 def gated_on_gpu(model: nn.Module) -> list[nn.Module]:

@@ -30,20 +30,27 @@ COLUMNS = 1024  # of an activation, in one program
 @triton.jit
 def scaled(normed, weight, kind, OFFSET: tl.constexpr):
     """Normed numbers, rounded before the weight is applied, as in Llama; or times OFFSET + weight, as in Gemma."""
-    if OFFSET:
+    if OFFSET != 0.0:
         return normed * (OFFSET + weight.to(tl.float32))
     return normed.to(kind).to(tl.float32) * weight.to(tl.float32)
 
 
 @triton.jit
-def normalise(inputs, weight, found, size, eps, OFFSET: tl.constexpr, WIDTH: tl.constexpr):
-    """weight * hidden / sqrt(mean(hidden^2) + eps); grid: tokens."""
+def normalise(
+    inputs, residual, weight, summed, found, size, eps,
+    IS_SUM: tl.constexpr, OFFSET: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """weight * hidden / sqrt(mean(hidden^2) + eps); if it IS_SUM, hidden is inputs + residual; grid: tokens."""
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
-    inside, kind = column < size, found.dtype.element_ty
-    hidden = tl.load(inputs + token * size + column, mask=inside, other=0.0).to(tl.float32)
+    inside, at = column < size, token * size + column
+    hidden = tl.load(inputs + at, mask=inside, other=0.0).to(tl.float32)
+    kind = found.dtype.element_ty
+    if IS_SUM:
+        hidden = (hidden + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+        tl.store(summed + at, hidden.to(kind), mask=inside)
     normed = hidden * tl.rsqrt(tl.sum(hidden * hidden, 0) / size + eps)
     normed = scaled(normed, tl.load(weight + column, mask=inside, other=0.0), kind, OFFSET)
-    tl.store(found + token * size + column, normed.to(kind), mask=inside)
+    tl.store(found + at, normed.to(kind), mask=inside)
 
 
 @triton.jit
@@ -177,13 +184,30 @@ def norm(
     inputs: Float[Tensor, "*axes size"], weight: Float[Tensor, " size"], eps: float, offset: float = 0.0
 ) -> Float[Tensor, "*axes size"]:
     """The RMS norm of each token; with an `offset`, which is added to the weight, it is rounded at the end alone."""
+    return _normed(inputs, None, weight, eps, offset)[1]
+
+
+def add_and_norm(
+    inputs: Float[Tensor, "*axes size"],
+    residual: Float[Tensor, "*axes size"],
+    weight: Float[Tensor, " size"],
+    eps: float,
+    offset: float = 0.0,
+) -> tuple[Float[Tensor, "*axes size"], Float[Tensor, "*axes size"]]:
+    """inputs + residual, and their `norm`."""
+    return _normed(inputs, residual.contiguous(), weight, eps, offset)
+
+
+def _normed(
+    inputs: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
     inputs, size = inputs.contiguous(), len(weight)
-    found = torch.empty_like(inputs)
-    width = triton.next_power_of_2(size)
+    summed, found, width = torch.empty_like(inputs), torch.empty_like(inputs), triton.next_power_of_2(size)
     normalise[(inputs.numel() // size,)](
-        inputs, weight, found, size, eps, OFFSET=offset, WIDTH=width, num_warps=warps(width)
-    )
-    return found
+        inputs, inputs if residual is None else residual, weight, summed, found, size, eps,
+        IS_SUM=residual is not None, OFFSET=offset, WIDTH=width, num_warps=warps(width),
+    )  # fmt: skip
+    return summed, found
 
 
 def gated(joint: Float[Tensor, "*axes both"], is_gelu: bool = False) -> Float[Tensor, "*axes half"]:
@@ -244,8 +268,8 @@ def attention(
     mixed = query.new_empty(rows * heads * nodes, parts + 1, value_size, dtype=torch.float32)
     wide = {"VALUE_SIZE": max(triton.next_power_of_2(value_size), 16)}
     sizes = {**wide, "SIZE": max(triton.next_power_of_2(size), 16), "QUERIES": queries, "BLOCK": BLOCK}
-    if query.dtype == torch.float32:
-        sizes["num_stages"] = 1  # several would need more shared memory than most cards have
+    # More stages would need more shared memory than most cards have, and fewer warps more registers.
+    sizes |= {"num_stages": 1 if query.dtype == torch.float32 else 2, "num_warps": 8 if queries == BLOCK else 4}
     visible_row = 0 if len(keys.visible) == 1 else keys.visible.stride(0)
     attend[blocks, parts + 1, rows * key_heads](
         query, key, value, keys.starts, keys.visible.view(torch.uint8), keys.firsts, largest, total, mixed,

@@ -37,6 +37,7 @@ from headstart.inference.kernels import (
     offset_of,
     on_gpu,
     ordered_attention,
+    residuals_on_gpu,
     whole_of,
 )
 
@@ -47,7 +48,7 @@ GROUPED = "headstart_grouped"
 OWN_ATTENTION = "own_attention"  # an attribute of a model that runs on ours
 BY_BLOCK = "attends_by_block"  # an attribute of a head whose attention needs no masks over all keys
 # What our kernels compute: kinds of small operations, and attention.
-NORMS, GATES, ROTARY, ATTENTION = "norms", "gates of MLPs", "rotary embeddings", "attention"
+NORMS, SUMS, GATES, ROTARY, ATTENTION = "norms", "sums before norms", "gates of MLPs", "rotary embeddings", "attention"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 # What the forward of an attention of the usual form reads of itself; the window is part of the mask.
 READ_BY_USUAL = {*PROJECTIONS, "q_norm", "k_norm", "attention_dropout", "config", "head_dim", "layer_idx", "scaling"}
@@ -297,6 +298,7 @@ def attend_by_block(passes: Any) -> bool:
 # A function of a target's passes for each kind, which says whether our kernels compute anything now.
 FUSED: dict[str, Callable[[Any], bool]] = {
     NORMS: lambda passes: bool(norms_on_gpu(passes.model)),
+    SUMS: lambda passes: bool(residuals_on_gpu(passes.model)),
     GATES: lambda passes: bool(gated_on_gpu(passes.model)),
     ROTARY: lambda passes: bool(attention_on_gpu(passes.model)),
     ATTENTION: attend_by_block,

@@ -299,7 +299,13 @@ class StaticStep:
         output = self.target.passes.tree(tree, self.cache)
         positions = self.cache.target.starts.unsqueeze(1) + tree.depths + 1
         choices = sampling.choose(output.logits, positions)
-        return tokens, parents, choices, output.taps, output.logits if with_logits else output.logits[..., :0].clone()
+        return (
+            tokens,
+            parents,
+            choices,
+            output.taps,
+            output.logits if with_logits else output.logits.new_empty(*tree.shape, 0),
+        )
 
     def with_gumbel(self, sampling: BatchSampling, count: int) -> BatchSampling:
         return sampling.with_gumbel(self.cache.target.starts + 1, count, self.target.config.vocab_size)

@@ -76,6 +76,7 @@ BY_HAND = {
     r"^aiperf ": "needs a running server; check-clients runs it",
     **({} if shutil.which("chromium") else {r"^make check-page$": "needs a Chromium"}),
     r"tests/interop/\w+\.py": "run by a make target: check-vllm, check-speculators, check-clients, check-page",
+    r"self_pictures=": "needs pictures and a target that reads them; see tests/data/test_self_pictures.py",
     r"^make walk$": "is this walk",
     r"^make check-targets$": "half an hour; run when transformers is updated",
     r"^headstart targets (NAME|Qwen/|path/)": "names a user's own model; see tests/inference/targets/test_targets.py",

@@ -163,3 +163,36 @@ def test_growing_prompts_do_not_pile_up_caches(make_model: ModelFactory) -> None
     for length in (10, 300, 600, 900):
         generate(target, [1] * length, 2, static=True)
     assert [spare.cache.target.capacity for spare in target.singleton(SpareSteps)] == [1024]
+
+
+def test_plain_steps_are_launched_before_the_last_one_is_read(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts that come, end by their length or by an end token, stop, or are cancelled, are those of steps in turn."""
+    alone = [generate(target, prompt, 24, own).tokens for prompt, own in zip(PROMPTS, MIXED, strict=True)]
+    ends, events = alone[3][9], list[str]()
+    launch, read = step.DecodeStep._launch, step.InFlight.read
+    monkeypatch.setattr(step.DecodeStep, "_launch", lambda *given: (events.append("launch"), launch(*given))[1])
+    monkeypatch.setattr(step.InFlight, "read", lambda *given: (events.append("read"), read(*given))[1])
+    for cancelled in (None, 1):
+        loop = DecodeLoop(target, None, 3, True, prefix_memory=2**20)
+        for number, (prompt, own) in enumerate(zip(PROMPTS, MIXED, strict=True)):
+            loop.submit(Request(prompt, 24, own, end_tokens=(ends,) if number == 3 else ()))
+        written: dict[int, list[int]] = {number: [] for number in range(len(PROMPTS))}
+        while not loop.idle:
+            for block in loop.step():
+                written[block.number] += block.tokens
+            if cancelled is not None and len(loop.generations[cancelled].tokens) == 5:
+                loop.cancel(cancelled)
+        wanted = [*alone]
+        wanted[3] = alone[3][: alone[3].index(ends) + 1]
+        if cancelled is not None:
+            wanted[cancelled] = alone[cancelled][:5]
+        assert [written[number] for number in written] == wanted
+        assert [text.tokens for text in loop.generations.values()] == wanted
+        loop.close()
+        if cancelled is None:
+            reads = [place for place, event in enumerate(events) if event == "read"]
+            ahead = [2 * events[:place].count("launch") - place for place in reads]
+            assert ahead.count(2) > len(ahead) / 2
+            assert max(ahead) == 2

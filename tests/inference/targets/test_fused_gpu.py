@@ -11,7 +11,7 @@ import torch
 from families import make_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared_fixtures import TAPS, HeadFactory, ModelFactory
+from shared_fixtures import HeadFactory, ModelFactory
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,7 +35,7 @@ from headstart.inference.targets.check import fuse_where_right
 from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.model import TargetModel
 
-KERNELS = ("normalise", "gate", "rotate")
+KERNELS = ("normalise", "gate", "rotate", "attend", "join_parts")
 ALL = set(FUSED)
 DTYPES = st.sampled_from([torch.float32, torch.float16])
 CLOSE: dict[torch.dtype, Any] = {
@@ -64,8 +64,11 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def test_a_norm_is_transformers_own(gpu: ModuleType, tokens: int, size: int, kind: Any, dtype: torch.dtype) -> None:
     norm, inputs = kind(size, eps=1e-5).to(dtype), 3 * numbers(2, tokens, size, dtype=dtype)
     norm.weight.data = numbers(size, dtype=dtype)
-    found = gpu.norm(inputs, norm.weight.detach(), 1e-5, float(NORMS.index(kind)))
-    assert_close(found, norm(inputs).detach(), **CLOSE[dtype])
+    form, more = (norm.weight.detach(), 1e-5, float(NORMS.index(kind))), numbers(*inputs.shape, dtype=dtype)
+    assert_close(gpu.norm(inputs, *form), norm(inputs).detach(), **CLOSE[dtype])
+    summed, found = gpu.add_and_norm(inputs, more, *form)
+    assert torch.equal(summed, inputs + more)
+    assert_close(found, norm(inputs + more).detach(), **CLOSE[dtype])
 
 
 @few
@@ -203,14 +206,14 @@ def test_texts_by_kernels_are_those_of_the_modules_own_code(
     gpu: ModuleType, make_model: ModelFactory, make_head: HeadFactory
 ) -> None:
     def texts(fuse: bool) -> list[list[int]]:
-        target, head = TargetModel(make_model(), TAPS), make_head()
+        target, head = TargetModel(make_model(num_hidden_layers=4), (2, 3, 4)), make_head()
         join_linears(target.model)
         join_linears(head)
         if fuse:
             fuse_head(head, fuse_where_right(target.passes)[0])
             assert [type(vars(each).get("forward")) for each in head.modules()].count(FusedHeadAttention) == 1
-        requests = [Request([5, 6, 7], 9, Sampling()), Request([9] * 11, 9, Sampling(0.8, seed=3))]
-        return [text.tokens for text in generate_batch(target, requests, head_drafter(head, Dynamic(3, 3, 8)))]
+        requests = [Request([5, 6, 7], 6, Sampling()), Request([9] * 11, 6, Sampling(0.8, seed=3))]
+        return [text.tokens for text in generate_batch(target, requests, head_drafter(head, Dynamic(2, 2, 4)))]
 
     assert texts(fuse=True) == texts(fuse=False)
 
