@@ -267,6 +267,7 @@ class StaticStep:
 
     def draft_and_choose(self, with_logits: bool, sampling: BatchSampling, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Draft a tree and let the target choose a token at each of its nodes."""
+        self.cache.reset()
         sampling = self.with_gumbel(sampling, self.drafter.depth + 1)
         tokens, parents, _ = self.draft_alone(self.captured_drafter, sampling, *inputs)
         return self.choose(with_logits, sampling, tokens, parents)
