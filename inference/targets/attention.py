@@ -41,8 +41,6 @@ from headstart.inference.kernels import (
     whole_of,
 )
 
-PART_KEYS_MIN = 512  # with fewer, merging parts costs too much of the time that sharing saves
-GPU_PARTS_MAX = 8  # a power of two
 SDPA = "sdpa"  # transformers' own
 GROUPED = "headstart_grouped"
 OWN_ATTENTION = "own_attention"  # an attribute of a model that runs on ours
@@ -134,12 +132,7 @@ def folded_attention(
         mask = mask[..., : key.shape[2]]
         return scaled_dot_product_attention(query, key, value, mask, scale=scaling)
     mask = fold_once(mask, num_heads // key.shape[1], key.shape[2])
-    folded = fold_heads(query, key.shape[1])
-    parts = parts_of_keys(folded, key, value)
-    if parts > 1:
-        mixed = attention_by_parts(folded, key, value, mask, scaling, parts)
-    else:
-        mixed = scaled_dot_product_attention(folded, key, value, mask, scale=scaling)
+    mixed = scaled_dot_product_attention(fold_heads(query, key.shape[1]), key, value, mask, scale=scaling)
     return mixed.reshape(batch, num_heads, seq, -1)  # a view, except after kernels with another order of memory
 
 
@@ -149,50 +142,6 @@ def fold_once(mask: Tensor, group: int, keys: int) -> Tensor:
     if (group, keys) not in made:
         made[group, keys] = fold_mask(mask[..., :keys], group)
     return made[group, keys]
-
-
-def parts_of_keys(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """The number of parts of one row's keys that a GPU's processors share; 1 for few keys.
-
-    Its kernels would give each whole heads only.
-    """
-    batch, _, _, size = query.shape
-    if batch != 1 or value.shape[-1] != size or query.device.type != "cuda" or key.shape[2] % (8 * GPU_PARTS_MAX):
-        return 1
-    parts = min(key.shape[2] // PART_KEYS_MIN, GPU_PARTS_MAX)
-    return 1 << (parts.bit_length() - 1) if parts > 1 else 1
-
-
-def attention_by_parts(
-    query: Float[Tensor, "1 heads queries size"],
-    key: Float[Tensor, "1 heads keys size"],
-    value: Float[Tensor, "1 heads keys size"],
-    mask: Float[Tensor, "1 1 queries keys"],
-    scaling: float | None,
-    parts: int,
-) -> Float[Tensor, "1 heads queries size"]:
-    """Attention to equally large parts of the keys as a batch, merged by the sums of their exponentials.
-
-    This is Flash-Decoding (Dao et al. 2023). If the keys cannot be divided evenly, parts overlap, and the keys that are
-    also in the next part are hidden.
-    """
-    keys = key.shape[2]
-    step = keys // parts
-    size = keys - (parts - 1) * step
-    key, value, part_mask = (
-        each.unfold(axis, size, step)[0].movedim(from_axis, 0)
-        for each, axis, from_axis in ((key, 2, 1), (value, 2, 1), (mask, 3, 2))
-    )  # [parts, heads, size, keys of a part], twice, and [parts, 1, queries, keys of a part]
-    if size > step:
-        part_mask = part_mask.clone()
-        part_mask[:-1, ..., step:] = torch.finfo(mask.dtype).min
-    inputs = query.expand(parts, -1, -1, -1), key.mT, value.mT
-    part_mask = part_mask.contiguous().expand(-1, query.shape[1], -1, -1)
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    mixed, logsumexp, *_ = efficient(*inputs, part_mask, True, scale=scaling)
-    logsumexp = logsumexp[..., : query.shape[2]]  # which that kernel pads
-    weights = logsumexp.softmax(0).unsqueeze(-1)  # [parts, heads, queries, 1]
-    return (mixed * weights).sum(0, keepdim=True).to(query.dtype)
 
 
 class FusedAttention(FusedForward):

@@ -8,18 +8,19 @@ from typing import Any
 import pytest
 import torch
 from shared_fixtures import HeadFactory, ModelFactory
-from torch.nn.functional import scaled_dot_product_attention
 
 from headstart.heads.kinds.block_attention import Reach
+from headstart.inference.core.cache import Slots
 from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.tree import block_mask, causal_block, keys_of
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.kernels import own_layers_of
+from headstart.inference.kernels import fused_gpu, own_layers_of
 from headstart.inference.kernels.fast_layers import Fused
-from headstart.inference.targets.attention import attention_by_parts, parts_of_keys
+from headstart.inference.targets.attention import folded_attention
 from headstart.inference.targets.cuda_graph import Graphed, SpareSteps
 from headstart.inference.targets.model import TargetModel
 
@@ -98,18 +99,16 @@ def test_captured_steps_changing_shapes_and_the_cpu_write_the_same_texts(
 
 @pytest.mark.parametrize("keys", [2304, 8192])
 @pytest.mark.parametrize("nodes", [1, 60])
-def test_attention_to_parts_of_the_keys_equals_attention_to_all(nodes: int, keys: int) -> None:
-    generator = torch.Generator("cuda").manual_seed(0)
-    query, key, value = (
-        torch.randn(1, 8, count, 128, generator=generator, device="cuda", dtype=torch.bfloat16)
-        for count in (4 * nodes, keys, keys)
-    )
-    mask = torch.zeros(1, 1, 4 * nodes, keys, device="cuda", dtype=torch.bfloat16)
-    mask[..., keys - 700 :] = torch.finfo(torch.bfloat16).min  # the last parts may hold nothing that is seen
-    parts = parts_of_keys(query, key, value)
-    assert parts > 1
-    found = attention_by_parts(query, key, value, mask, None, parts).float()
-    wanted = scaled_dot_product_attention(query.float(), key.float(), value.float(), mask.float())
+def test_attention_to_parts_of_the_keys_equals_attention_under_a_mask(nodes: int, keys: int) -> None:
+    slots = Slots([torch.randn(1, 2, 1, 8, keys, 128, device="cuda", dtype=torch.bfloat16)], static=True)
+    slots.set_lengths([keys - 700])
+    query, block = torch.randn(1, 32, nodes, 128, device="cuda").bfloat16(), causal_block(nodes, slots.device)
+    mask, carrier = (block_mask(slots, block, query.dtype, carries_keys=carries) for carries in (False, True))
+    key, value = slots.layers[0]
+    visible = keys_of(carrier)
+    assert visible is not None
+    found = fused_gpu().attention(query, key, value, visible).float()
+    wanted = folded_attention(query.float(), key.float(), value.float(), mask.float(), None).transpose(1, 2)
     assert (found - wanted).norm() < 0.01 * wanted.norm()
 
 
