@@ -8,6 +8,7 @@ from headstart.inference.kernels.attention import can_attend, ordered_attention
 from headstart.inference.kernels.fast_layers import (
     FusedForward,
     epsilon,
+    few_rows,
     fused_gpu,
     gated_on_gpu,
     is_usual,
@@ -40,6 +41,7 @@ __all__ = [
     "can_attend",
     "epsilon",
     "fast_form",
+    "few_rows",
     "float32_is_as_fast",
     "fused_gpu",
     "gated_on_gpu",

@@ -45,6 +45,11 @@ def fused_gpu() -> Any:
     return import_module("headstart.inference.kernels.fused_gpu")
 
 
+def few_rows() -> Any:
+    """The module of Triton kernels for products of few tokens."""
+    return import_module("headstart.inference.kernels.gpu.few_rows")
+
+
 class PackedLinear(nn.Module):
     """A linear layer in inference by our own kernel, whose weights lie in memory as it reads them fastest."""
 

@@ -34,6 +34,7 @@ class FastForm:
     compiler: Compiler | None = None  # of layers on a CPU
     by_position: bool = False  # attention on a GPU adds keys in the order of positions, by our kernel
     fused: set[str] = field(default_factory=set)  # the kinds of small operations on a GPU that our kernels compute
+    products: dict[str, tuple[float, float]] = field(default_factory=dict)  # microseconds of torch's and ours, by shape
 
     def apply_to(self, head: nn.Module, layers: Sequence[nn.Module]) -> None:
         """Pack a head's weights and compile its decoder layers like the target's.

@@ -6,6 +6,7 @@ Otherwise a forward that depends on more than tokens, positions and mask would s
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import torch
 import transformers
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from headstart.inference.core.request import Images
 from headstart.inference.core.tree import Tree
-from headstart.inference.kernels import Trace, own_layers_of
+from headstart.inference.kernels import Trace, few_rows, own_layers_of
 from headstart.inference.targets.architecture import cache_layout
 from headstart.inference.targets.attention import FUSED, keep_own_attention, own_attention_of
 from headstart.inference.targets.passes import DecodingMethod, Passes
@@ -88,6 +89,16 @@ def fuse_where_right(passes: Passes) -> tuple[set[str], dict[str, str]]:
             vars(module).pop("forward", None)
             vars(module).update({} if forward is None else {"forward": forward})
     return fused, left_out
+
+
+def multiply_where_faster(passes: Passes, trials: Any) -> str:
+    """On a GPU, let our kernel compute products of few tokens where `trials` find it faster; returns for how many
+    shapes it does, and why not for others if it failed."""
+    layers, found = few_rows().choose_products(passes.model, trials)
+    failure = difference(passes, FUSED_ROUNDING) if layers else None
+    for layer in layers if failure else ():
+        del vars(layer)["forward"]
+    return f"none, as {failure}" if failure else found
 
 
 def difference(passes: Passes, rounding: float | None = None) -> str | None:

@@ -21,7 +21,7 @@ from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.heads.target_ends import TargetEnds
 from headstart.inference.core.request import ALL_OF_IT, Images, cut_at_end
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.kernels import FastForm, fast_form, own_layers_of
+from headstart.inference.kernels import FastForm, fast_form, few_rows, own_layers_of
 from headstart.inference.targets.architecture import (
     attention_code,
     decoder_layers,
@@ -34,6 +34,7 @@ from headstart.inference.targets.check import (
     difference_in_bits,
     difference_with_images,
     fuse_where_right,
+    multiply_where_faster,
 )
 from headstart.inference.targets.gguf import with_eight_bits
 from headstart.inference.targets.loading import (
@@ -168,12 +169,17 @@ class TargetModel:
         self.load_unpacked = load_unpacked if self.fast_form.is_packed else None
 
     def fuse_small_operations(self) -> None:
-        """On a GPU, let our kernels compute what lies between matrix products; one line says which of them are off."""
-        off = {"all": "there is no Triton: pip install triton"}
+        """On a GPU, let our kernels compute what lies between matrix products, and those of few tokens where they are
+        faster; lines say for how many shapes, and which kernels are off."""
+        lines, off = [], {"all": "there is no Triton: pip install triton"}
         if find_spec("triton") is not None:
             self.fast_form.fused, off = fuse_where_right(self.passes)
-        for kind, why in off.items() if self.ranks.rank == 0 else ():
-            print(f"own kernels off, transformers' code runs: {kind} ({why})", file=sys.stderr, flush=True)
+            trials = few_rows().Trials()
+            lines = [f"own kernel for products of up to 8 tokens: {multiply_where_faster(self.passes, trials)}"]
+            self.fast_form.products = trials.times
+        lines += [f"own kernels off, transformers' code runs: {kind} ({why})" for kind, why in off.items()]
+        for line in lines if self.ranks.rank == 0 else ():
+            print(line, file=sys.stderr, flush=True)
 
     @cached_property
     def unpacked(self) -> "TargetModel":
