@@ -45,9 +45,9 @@ def fused_gpu() -> Any:
     return import_module("headstart.inference.kernels.fused_gpu")
 
 
-def few_rows() -> Any:
-    """The module of Triton kernels for products of few tokens."""
-    return import_module("headstart.inference.kernels.gpu.few_rows")
+def kernels_on_gpu(name: str) -> Any:
+    """A module of Triton kernels in gpu/."""
+    return import_module(f"headstart.inference.kernels.gpu.{name}")
 
 
 class PackedLinear(nn.Module):

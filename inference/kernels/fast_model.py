@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,6 +36,7 @@ class FastForm:
     by_position: bool = False  # attention on a GPU adds keys in the order of positions, by our kernel
     fused: set[str] = field(default_factory=set)  # the kinds of small operations on a GPU that our kernels compute
     products: dict[str, tuple[float, float]] = field(default_factory=dict)  # microseconds of torch's and ours, by shape
+    lm_head: Any = None  # one on a GPU that chooses tokens without logits
 
     def apply_to(self, head: nn.Module, layers: Sequence[nn.Module]) -> None:
         """Pack a head's weights and compile its decoder layers like the target's.

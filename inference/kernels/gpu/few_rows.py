@@ -1,8 +1,8 @@
 """Products of linear layers with one to eight tokens, by Triton kernels where a measurement at load finds them faster.
 
 Reading the weights takes longest, so each program reads the weights of a few outputs, once. For one token it multiplies
-and adds, for more it multiplies matrices. Where outputs are few, several programs share the inputs of each, and another
-kernel adds their sums in order. Products and sums are float32, rounded once.
+and adds, for more it multiplies matrices. Where outputs are few, several programs share the inputs of each, and torch
+adds their sums. Products and sums are float32, rounded once, and have one order for each number of tokens.
 
 TRITON_INTERPRET=1, set before the import, runs the kernels on a CPU.
 """
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,6 @@ FASTER = 0.97  # of torch's time, up to which our kernel is chosen
 SECONDS_MAX = 1.5  # of a measurement, without the seconds in which Triton compiles
 CYCLED_BYTES = 2**28  # of weights that are read in turn: no cache holds them
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-ADDED = 1024  # outputs of one program that adds parts
 PARTS_MAX = 8
 Work = Callable[[], Tensor]
 
@@ -53,24 +53,18 @@ def sums_of(
 ):  # fmt: skip
     """The products of some outputs' weights with each token's inputs from `first` to `end`. [COLUMNS, ROWS]"""
     weights, token = weight + column[:, None].to(tl.int64) * size, tl.arange(0, ROWS)
-    if ROWS == 1:
-        sums = tl.zeros((COLUMNS, STEP), tl.float32)
-        for start in range(first, end, STEP):
-            place = start + tl.arange(0, STEP)
-            numbers = tl.load(inputs + place, mask=place < size, other=0.0).to(tl.float32)
-            is_weight = (column[:, None] < outputs) & (place[None, :] < size)
-            sums += tl.load(weights + place[None, :], mask=is_weight, other=0.0).to(tl.float32) * numbers[None, :]
-        return tl.sum(sums, 1)[:, None]
-    else:  # Triton takes one kind of result from each branch
-        total = tl.zeros((COLUMNS, ROWS), tl.float32)
-        for start in range(first, end, STEP):
-            place = start + tl.arange(0, STEP)
-            is_input = (token[:, None] < tokens) & (place[None, :] < size)
-            numbers = tl.load(inputs + token[:, None] * size + place[None, :], mask=is_input, other=0.0)
-            is_weight = (column[:, None] < outputs) & (place[None, :] < size)
-            part = tl.load(weights + place[None, :], mask=is_weight, other=0.0)
+    total = tl.zeros((COLUMNS, STEP if ROWS == 1 else ROWS), tl.float32)
+    for start in range(first, end, STEP):
+        place = start + tl.arange(0, STEP)[None, :]
+        numbers = tl.load(
+            inputs + token[:, None] * size + place, mask=(token[:, None] < tokens) & (place < size), other=0.0
+        )
+        part = tl.load(weights + place, mask=(column[:, None] < outputs) & (place < size), other=0.0)
+        if ROWS == 1:
+            total += part.to(tl.float32) * numbers.to(tl.float32)
+        else:
             total = tl.dot(part, tl.trans(numbers), total, input_precision="ieee")
-        return total
+    return tl.sum(total, 1)[:, None] if ROWS == 1 else total
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -83,23 +77,12 @@ def multiply(
     total = sums_of(
         inputs, weight, tokens, outputs, size, column, first, tl.minimum(first + part, size), ROWS, COLUMNS, STEP
     )
-    if HAS_BIAS:
-        total += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[:, None]
+    if HAS_BIAS:  # in the first part
+        is_output = column < tl.where(first == 0, outputs, 0)
+        total += tl.load(bias + column, mask=is_output, other=0.0).to(tl.float32)[:, None]
     token = tl.arange(0, ROWS)[None, :]
     to = found + (tl.program_id(1) * tokens + token) * outputs + column[:, None]
     tl.store(to, total.to(found.dtype.element_ty), mask=(token < tokens) & (column[:, None] < outputs))
-
-
-@triton.jit
-def add_parts(parts, bias, found, count, numbers, outputs, HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr):
-    """The sum of `count` parts of a product, in their order; grid: blocks of its numbers."""
-    place = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    inside, total = place < numbers, tl.zeros((WIDTH,), tl.float32)
-    for part in range(count):
-        total += tl.load(parts + part * numbers + place, mask=inside, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias + place % outputs, mask=inside, other=0.0).to(tl.float32)
-    tl.store(found + place, total.to(found.dtype.element_ty), mask=inside)
 
 
 def product(
@@ -110,20 +93,16 @@ def product(
 ) -> Float[Tensor, "*axes outputs"]:
     """`functional.linear` for at most 16 tokens."""
     inputs, (outputs, size) = inputs.contiguous(), weight.shape
-    tokens, found = inputs.numel() // size, inputs.new_empty(*inputs.shape[:-1], outputs)
     programs, steps = triton.cdiv(outputs, tile.COLUMNS), triton.cdiv(size, tile.STEP)
     part = triton.cdiv(steps, min(max(2 * processors_of(weight.device) // programs, 1), PARTS_MAX)) * tile.STEP
-    parts = triton.cdiv(size, part)
-    to = found if parts == 1 else inputs.new_empty(parts, tokens, outputs, dtype=torch.float32)
-    added, has_bias = weight if bias is None else bias, bias is not None
+    tokens, parts = inputs.numel() // size, triton.cdiv(size, part)
+    kind = weight.dtype if parts == 1 else torch.float32
+    found = inputs.new_empty(parts, *inputs.shape[:-1], outputs, dtype=kind)
     multiply[programs, parts](
-        inputs, weight, added, to, tokens, outputs, size, part,
-        HAS_BIAS=has_bias and parts == 1, ROWS=1 if tokens == 1 else 16, **tile._asdict(),
+        inputs, weight, weight if bias is None else bias, found, tokens, outputs, size, part,
+        HAS_BIAS=bias is not None, ROWS=1 if tokens == 1 else 16, **tile._asdict(),
     )  # fmt: skip
-    if parts > 1:
-        grid = (triton.cdiv(found.numel(), ADDED),)
-        add_parts[grid](to, added, found, parts, found.numel(), outputs, HAS_BIAS=has_bias, WIDTH=ADDED)
-    return found
+    return found[0] if parts == 1 else found.sum(0).to(weight.dtype)
 
 
 @cache
@@ -148,17 +127,14 @@ class FewRows(FusedForward):
 
 def graph_seconds(work: Work) -> float:
     """The seconds of a function on the GPU as a captured graph, the least of a few replays."""
-    graph, times = torch.cuda.CUDAGraph(), []
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph, events = torch.cuda.CUDAGraph(), [torch.cuda.Event(enable_timing=True) for _ in range(5)]
     with torch.cuda.graph(graph):
         work()
-    for _ in range(4):
-        start.record()
+    for event in events:
+        event.record()
         graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1000)
-    return min(times)
+    torch.cuda.synchronize()
+    return min(start.elapsed_time(end) for start, end in pairwise(events)) / 1000
 
 
 @dataclass
@@ -169,6 +145,9 @@ class Trials:
     spent: float = 0.0
     times: dict[str, tuple[float, float]] = field(default_factory=dict)  # microseconds of torch's and of the chosen
     failures: set[str] = field(default_factory=set)  # why others are left out
+
+    def line(self, count: int, of: str) -> str:
+        return "; ".join([f"{count} of {of}", *sorted(self.failures)])
 
     def fastest(self, name: str, works: dict[Tile | None, Work]) -> Tile | None:
         """The tile whose work takes least time; None if torch's, which comes first, does, or if the time is up."""
@@ -215,18 +194,17 @@ def choose_tiles(layers: Sequence[nn.Linear], trials: Trials) -> dict[int, Tile]
 
 
 @torch.inference_mode()
-def choose_products(model: nn.Module, trials: Trials) -> tuple[list[nn.Linear], str]:
-    """Let our kernel compute products of few tokens where it is faster; returns the layers, and for how many shapes."""
+def choose_products(model: nn.Module, trials: Trials) -> str:
+    """Let our kernel compute products of few tokens where it is faster; returns for how many shapes of layers."""
     shapes: dict[object, dict[nn.Linear, None]] = {}
     for *_, linear in linear_layers(model):
         layer = whole_of(linear) or linear  # as it is joined
         if layer.weight.dtype in DTYPES and layer.weight.is_contiguous():
             shapes.setdefault((layer.weight.shape, layer.weight.dtype, layer.bias is None), {})[layer] = None
-    changed, count = list[nn.Linear](), 0
+    count = 0
     for group in sorted(shapes.values(), key=lambda each: -sum(layer.weight.nbytes for layer in each)):
         chosen = choose_tiles([*group], trials)
         for layer in group if chosen else ():
             vars(layer)["forward"] = FewRows(layer, chosen)
-            changed.append(layer)
         count += bool(chosen)
-    return changed, "; ".join([f"{count} of {len(shapes)} shapes", *sorted(trials.failures)])
+    return trials.line(count, f"{len(shapes)} shapes")
