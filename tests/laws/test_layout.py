@@ -67,7 +67,7 @@ BUDGETS = {
     "inference/generate": 1_181,
     "inference/images": 454,
     "inference/kernels": 2_136,
-    "inference/kernels/gpu": 365,
+    "inference/kernels/gpu": 371,
     "inference/report": 1_128,
     "inference/serve": 1_701,
     "inference/serve/api": 1_867,

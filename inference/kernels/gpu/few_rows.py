@@ -28,7 +28,8 @@ MEASURED = (1, 2, 4, 8)  # numbers of tokens; others take the choice of the next
 FASTER = 0.97  # of torch's time, up to which our kernel is chosen
 SECONDS_MAX = 1.5  # of a measurement, without the seconds in which Triton compiles
 CYCLED_BYTES = 2**28  # of weights that are read in turn: no cache holds them
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MATRIX_DTYPES = (torch.float16, torch.bfloat16)  # products of float32 matrices take Triton long, and compiling, too
+DTYPES = (torch.float32, *MATRIX_DTYPES)
 PARTS_MAX = 8
 Work = Callable[[], Tensor]
 
@@ -179,10 +180,15 @@ def in_turn(multiply: Callable[..., Tensor], inputs: Tensor, layers: Sequence[nn
     return found
 
 
+def counts(measured: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+    """The numbers of tokens that are measured, of which the first is 1."""
+    return measured if dtype in MATRIX_DTYPES else measured[:1]
+
+
 def choose_tiles(layers: Sequence[nn.Linear], trials: Trials) -> dict[int, Tile]:
     """The tiles for each number of tokens, for layers of one shape, where they beat torch's product."""
     weight, found, fewer = layers[0].weight, dict[int, Tile](), 0
-    for tokens in MEASURED:
+    for tokens in counts(MEASURED, weight.dtype):
         inputs = torch.arange(tokens * weight.shape[1], device=weight.device).sin().to(weight.dtype).view(tokens, -1)
         run = partial(in_turn, inputs=inputs, layers=layers[: max(CYCLED_BYTES // weight.nbytes, 1)])
         works: dict[Tile | None, Work] = {None: partial(run, functional.linear)}

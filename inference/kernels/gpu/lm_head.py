@@ -19,7 +19,7 @@ from triton import language as tl
 
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.kernels.fast_layers import FusedForward
-from headstart.inference.kernels.gpu.few_rows import FOR_ONE, Tile, Trials, Work, sums_of
+from headstart.inference.kernels.gpu.few_rows import FOR_ONE, Tile, Trials, Work, counts, sums_of
 
 NODES = (1, 16, 64)  # of one product, as padded; more are left to torch
 TILES = (Tile(64, 128, 4, 4), Tile(128, 64, 4, 4))  # few, as Triton takes a second for each
@@ -119,7 +119,7 @@ class ChoosingHead(FusedForward):
 
     def choose_tiles(self, trials: Trials) -> dict[tuple[int, bool], Tile]:
         """Take our kernels where they choose in less time than torch."""
-        for nodes, temperature in product(NODES, (0.0, 0.7)):
+        for nodes, temperature in product(counts(NODES, self.module.weight.dtype), (0.0, 0.7)):
             if (tile := fastest_choice(self.module, nodes, temperature, trials)) is not None:
                 self.tiles[nodes, temperature > 0] = tile
         return self.tiles

@@ -37,9 +37,11 @@ CLOSE: dict[torch.dtype, Any] = {
 
 @pytest.fixture(scope="module")
 def gpu() -> ModuleType:
+    """The kernels for products, which multiply matrices of float32, too: the interpreter does not of bfloat16."""
     if os.environ.get("TRITON_INTERPRET") != "1":  # before torch imports Triton
         pytest.skip("make check-kernels runs it")
     module: Any = importlib.import_module("headstart.inference.kernels.gpu.few_rows")
+    module.MATRIX_DTYPES = module.DTYPES
     return module
 
 
@@ -102,7 +104,9 @@ def pretended(gpu: ModuleType, gain: Callable[[int, Any], float]) -> Any:
     return gpu.Trials(seconds)
 
 
-def test_the_fastest_tile_is_chosen_for_each_number_of_tokens_and_torch_where_it_is_as_fast(gpu: ModuleType) -> None:
+def test_the_fastest_tile_is_chosen_for_each_number_of_tokens_and_torch_where_it_is_as_fast(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     best = {1: gpu.FOR_ONE[1], 2: gpu.FOR_SEVERAL[2], 8: gpu.FOR_SEVERAL[0]}
     trials = pretended(gpu, lambda tokens, tile: 0.9 if tile == best.get(tokens) else 0.98)
     layer = nn.Linear(30, 20)
@@ -111,6 +115,9 @@ def test_the_fastest_tile_is_chosen_for_each_number_of_tokens_and_torch_where_it
     assert vars(layer)["forward"].chosen == chosen
     assert trials.times["20 x 30, 4 tokens"] == (1e6, 1e6)
     assert trials.times["20 x 30, 8 tokens"] == (1e6, 9e5)
+    monkeypatch.setattr(gpu, "MATRIX_DTYPES", ())
+    gpu.choose_products(nn.Sequential(layer), trials)
+    assert vars(layer)["forward"].chosen == {1: best[1]}
 
 
 def test_more_tokens_and_training_run_the_layers_own_code(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
