@@ -153,6 +153,7 @@ class Setting:
             target.speed_up(lambda: target)
             join_linears(head)
             fuse_head(head, target.fast_form.fused)
+            target.fast_form.choose_products(head)
         return cls(target, head.eval().requires_grad_(False), 512 if CUDA else 32)
 
     @property

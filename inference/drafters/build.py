@@ -18,7 +18,7 @@ from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.drafters.repeats import Repeats
-from headstart.inference.kernels import is_packed_linear, join_linears, kernels_on_gpu
+from headstart.inference.kernels import is_packed_linear, join_linears
 from headstart.inference.targets.attention import fuse_head
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import load_tokenizer, same_tokenizer
@@ -79,9 +79,7 @@ def load_drafting_head(folder: Path, target: TargetModel) -> DraftHead:
     if target.device.type == "cuda":
         join_linears(head)
         fuse_head(head, target.fast_form.fused)
-        if target.fast_form.products:
-            few_rows = kernels_on_gpu("few_rows")
-            few_rows.choose_products(head, few_rows.Trials())
+        target.fast_form.choose_products(head)
     return head
 
 

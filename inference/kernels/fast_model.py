@@ -16,6 +16,7 @@ from headstart.inference.kernels.fast_layers import (
     PackedLinear,
     fuse_norms,
     join_linears,
+    kernels_on_gpu,
     linear_layers,
     pack_weights,
     packed_linear,
@@ -47,6 +48,12 @@ class FastForm:
             pack_weights(head, exact=False)
         if self.compiler is not None:
             self.compiler.use_for(layers)
+
+    def choose_products(self, head: nn.Module) -> None:
+        """On a GPU, measure a head's products of few tokens, too."""
+        if self.products:
+            few_rows = kernels_on_gpu("few_rows")
+            few_rows.choose_products(head, few_rows.Trials())
 
     def finish(self) -> None:
         """Wait until all layers seen so far are compiled, before a measurement."""
