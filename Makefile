@@ -86,7 +86,7 @@ check-targets: $(INSTALLED) ## decode with a tiny model of each of transformers'
 
 check-kernels: $(INSTALLED) ## run the kernels for a GPU in Triton's interpreter, on a CPU (installs Triton: 1 GB)
 	$(BIN)/python -m pip install triton
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/inference/targets/test_ordered_gpu.py tests/inference/targets/test_fused_gpu.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(addprefix tests/inference/targets/test_, ordered_gpu.py fused_gpu.py few_rows_gpu.py)
 
 check-vllm: $(INSTALLED) .venv-vllm/.installed ## serve every kind of head in vLLM and compare accepted tokens with our own decoding, and hidden states (minutes)
 	$(BIN)/python tests/interop/check_vllm.py .venv-vllm/bin/python

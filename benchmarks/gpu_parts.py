@@ -157,6 +157,7 @@ class Setting:
         if CUDA:
             join_linears(head)
             fuse_head(head, self.target.fast_form.fused)
+            self.target.fast_form.choose_products(head)
         return head.to(DTYPE).eval().requires_grad_(False)
 
     @property
@@ -253,6 +254,7 @@ def decoding(results: Results) -> None:
     bandwidth = copy_bandwidth()
     results.add("limit", value=round(bandwidth / weights, 1), copy_gb_per_s=round(bandwidth / 1e9), weights=weights)
     results.add("fused kernels", value=sorted(setting.target.fast_form.fused))
+    results.add("products, microseconds of torch's and the chosen", **setting.target.fast_form.products)
     new_tokens = 64 if CUDA else 8
     results.measure("plain, captured, tokens/s", lambda: decode_rate(setting, None, True, new_tokens))
     for nodes in (1, 8, 64):

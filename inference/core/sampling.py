@@ -201,6 +201,11 @@ class BatchSampling:
             self.groups.append(SamplingGroup(form, rows, seeds, settings, bias))
 
     @property
+    def is_only_tempered(self) -> bool:
+        """Whether each score is the logit, over the temperature and with noise if the row is sampled."""
+        return not any(each.top_k or each.sorts or each.min_p or each.penalised or each.biased for each in self.forms)
+
+    @property
     def captured_form(self) -> Form:
         """The form in which a captured step computes these rows: one of few, so that few graphs serve all batches."""
         cuts = any(form.sorts or form.top_k is not None or form.min_p for form in self.forms)

@@ -79,6 +79,7 @@ def load_drafting_head(folder: Path, target: TargetModel) -> DraftHead:
     if target.device.type == "cuda":
         join_linears(head)
         fuse_head(head, target.fast_form.fused)
+        target.fast_form.choose_products(head)
     return head
 
 

@@ -47,6 +47,11 @@ def fused_gpu() -> Any:
     return import_module("headstart.inference.kernels.fused_gpu")
 
 
+def kernels_on_gpu(name: str) -> Any:
+    """A module of Triton kernels in gpu/."""
+    return import_module(f"headstart.inference.kernels.gpu.{name}")
+
+
 class PackedLinear(nn.Module):
     """A linear layer in inference by our own kernel, whose weights lie in memory as it reads them fastest."""
 

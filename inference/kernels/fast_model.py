@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from headstart.inference.kernels.fast_layers import (
     PackedLinear,
     fuse_norms,
     join_linears,
+    kernels_on_gpu,
     linear_layers,
     pack_weights,
     packed_linear,
@@ -34,6 +36,8 @@ class FastForm:
     compiler: Compiler | None = None  # of layers on a CPU
     by_position: bool = False  # attention on a GPU adds keys in the order of positions, by our kernel
     fused: set[str] = field(default_factory=set)  # the kinds of small operations on a GPU that our kernels compute
+    products: dict[str, tuple[float, float]] = field(default_factory=dict)  # microseconds of torch's and ours, by shape
+    lm_head: Any = None  # one on a GPU that chooses tokens without logits
 
     def apply_to(self, head: nn.Module, layers: Sequence[nn.Module]) -> None:
         """Pack a head's weights and compile its decoder layers like the target's.
@@ -44,6 +48,12 @@ class FastForm:
             pack_weights(head, exact=False)
         if self.compiler is not None:
             self.compiler.use_for(layers)
+
+    def choose_products(self, head: nn.Module) -> None:
+        """On a GPU, measure a head's products of few tokens, too."""
+        if self.products:
+            few_rows = kernels_on_gpu("few_rows")
+            few_rows.choose_products(head, few_rows.Trials())
 
     def finish(self) -> None:
         """Wait until all layers seen so far are compiled, before a measurement."""

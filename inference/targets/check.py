@@ -6,14 +6,16 @@ Otherwise a forward that depends on more than tokens, positions and mask would s
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from headstart.inference.core.request import Images
 from headstart.inference.core.tree import Tree
-from headstart.inference.kernels import Trace, own_layers_of
+from headstart.inference.kernels import Trace, kernels_on_gpu, own_layers_of
 from headstart.inference.targets.architecture import cache_layout
 from headstart.inference.targets.attention import FUSED, keep_own_attention, own_attention_of
 from headstart.inference.targets.passes import DecodingMethod, Passes
@@ -88,6 +90,31 @@ def fuse_where_right(passes: Passes) -> tuple[set[str], dict[str, str]]:
             vars(module).pop("forward", None)
             vars(module).update({} if forward is None else {"forward": forward})
     return fused, left_out
+
+
+@torch.inference_mode()
+def choose_where_faster(passes: Passes, trials: Any) -> tuple[Any, str]:
+    """On a GPU, let our kernels choose tokens where `trials` find them faster; returns the lm_head that does, or None,
+    and for how many forms or why for none. The model must return its lm_head's logits as they are: made-up ones are
+    tried."""
+    lm_head, vocab, failure = passes.model.get_output_embeddings(), passes.config.vocab_size, ""
+    if type(lm_head) is not nn.Linear or lm_head.out_features != vocab or passes.dtype.itemsize > 4:
+        return None, "none, as its lm_head is not a linear layer over its vocabulary in at most 32 bits"
+    head = vars(lm_head)["forward"] = kernels_on_gpu("lm_head").ChoosingHead(lm_head)
+    three = torch.zeros(1, 3, dtype=torch.long, device=passes.device)
+    made_up = torch.linspace(-60, 60, 3 * vocab, device=passes.device).view(1, 3, vocab).to(passes.dtype)
+    try:
+        output, hidden = head.passing(partial(passes.forward, three), made_up)
+        if hidden.shape[:2] != three.shape or not torch.equal(output.logits.float(), made_up.float()):
+            failure = "the model changes the logits of its lm_head"
+        elif head.choose_tiles(trials):
+            return head, trials.line(len(head.tiles), "6 forms")
+    except Exception as error:  # a model may raise anything
+        failure = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    finally:
+        passes.hidden.clear()
+    vars(lm_head)["forward"] = head.own
+    return None, f"none, as {failure}" if failure else trials.line(0, "6 forms")
 
 
 def difference(passes: Passes, rounding: float | None = None) -> str | None:

@@ -297,9 +297,13 @@ class StaticStep:
         if sampling.gumbel_table is None:  # nodes of one depth share their noise
             sampling = self.with_gumbel(sampling, min(depth + 1, nodes) if depth else nodes)
         tree = Tree(tokens, parents, deepest=depth or None)
-        output = self.target.passes.tree(tree, self.cache)
+        run, lm_head = partial(self.target.passes.tree, tree, self.cache), self.target.fast_form.lm_head
         positions = self.cache.target.starts.unsqueeze(1) + tree.depths + 1
-        choices = sampling.choose(output.logits, positions)
+        if lm_head is not None and not with_logits and lm_head.serves(sampling, tokens.numel()):
+            output, choices = lm_head.choose(run, sampling, positions)
+        else:
+            output = run()
+            choices = sampling.choose(output.logits, positions)
         return (
             tokens,
             parents,

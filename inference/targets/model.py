@@ -21,7 +21,7 @@ from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.heads.target_ends import TargetEnds
 from headstart.inference.core.request import ALL_OF_IT, Images, cut_at_end
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.kernels import FastForm, fast_form, own_layers_of
+from headstart.inference.kernels import FastForm, fast_form, kernels_on_gpu, own_layers_of
 from headstart.inference.targets.architecture import (
     attention_code,
     decoder_layers,
@@ -31,6 +31,7 @@ from headstart.inference.targets.attention import own_attention_of, use_grouped_
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.check import (
     choose_method,
+    choose_where_faster,
     difference_in_bits,
     difference_with_images,
     fuse_where_right,
@@ -168,12 +169,20 @@ class TargetModel:
         self.load_unpacked = load_unpacked if self.fast_form.is_packed else None
 
     def fuse_small_operations(self) -> None:
-        """On a GPU, let our kernels compute what lies between matrix products; one line says which of them are off."""
-        off = {"all": "there is no Triton: pip install triton"}
+        """On a GPU, let our kernels compute what lies between matrix products, products of few tokens, and choices of
+        tokens; lines say which of them are on or off, and why."""
+        lines, off = [], {"all": "there is no Triton: pip install triton"}
         if find_spec("triton") is not None:
             self.fast_form.fused, off = fuse_where_right(self.passes)
-        for kind, why in off.items() if self.ranks.rank == 0 else ():
-            print(f"own kernels off, transformers' code runs: {kind} ({why})", file=sys.stderr, flush=True)
+            few_rows = kernels_on_gpu("few_rows")
+            products, choices = few_rows.Trials(), few_rows.Trials()
+            lines = [f"own kernel for products of up to 8 tokens: {few_rows.choose_products(self.model, products)}"]
+            self.fast_form.lm_head, found = choose_where_faster(self.passes, choices)
+            lines += [f"own kernels for choices without logits: {found}"]
+            self.fast_form.products = products.times | choices.times
+        lines += [f"own kernels off, transformers' code runs: {kind} ({why})" for kind, why in off.items()]
+        for line in lines if self.ranks.rank == 0 else ():
+            print(line, file=sys.stderr, flush=True)
 
     @cached_property
     def unpacked(self) -> "TargetModel":
