@@ -8,10 +8,8 @@ from headstart.inference.kernels.attention import can_attend, ordered_attention
 from headstart.inference.kernels.fast_layers import (
     FusedForward,
     epsilon,
-    fused_gpu,
     gated_on_gpu,
     join_linears,
-    kernels_on_gpu,
     norms_on_gpu,
     offset_of,
     own_layers_of,
@@ -24,7 +22,7 @@ from headstart.inference.kernels.fast_model import (
     float32_is_as_fast,
     is_packed_linear,
 )
-from headstart.inference.kernels.matmul import on_gpu
+from headstart.inference.kernels.matmul import kernels_on_gpu
 from headstart.inference.kernels.outside_graph import attention_outside_graph, is_tracing
 from headstart.inference.kernels.products import SCALE_INPUTS, EightBits, has_kernels, remember_eight_bits
 from headstart.inference.kernels.threads import Threads
@@ -43,7 +41,6 @@ __all__ = [
     "epsilon",
     "fast_form",
     "float32_is_as_fast",
-    "fused_gpu",
     "gated_on_gpu",
     "has_kernels",
     "is_packed_linear",
@@ -52,7 +49,6 @@ __all__ = [
     "kernels_on_gpu",
     "norms_on_gpu",
     "offset_of",
-    "on_gpu",
     "ordered_attention",
     "own_layers_of",
     "remember_eight_bits",

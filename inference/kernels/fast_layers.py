@@ -6,7 +6,7 @@ with scales; products and sums stay in float32. The kernel is our own (products.
 number of tokens. None of this changes a weight, so the text stays.
 
 On a GPU with few rows, launching kernels is the bottleneck: RMS norms take two kernels instead of transformers' eight,
-and with Triton norms, gates and rotary embeddings are one kernel each (fused_gpu.py), rounded where transformers
+and with Triton norms, gates and rotary embeddings are one kernel each (gpu/fused.py), rounded where transformers
 rounds. Only the order of sums changes. In training the layers run their own code.
 
 On both, layers that read the same input, such as the projections to queries, keys and values, are one product.
@@ -17,14 +17,13 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headstart.inference.kernels.matmul import order_products, weights_read_by
+from headstart.inference.kernels.matmul import kernels_on_gpu, order_products, weights_read_by
 from headstart.inference.kernels.outside_graph import CURRENT, outside_graph
 from headstart.inference.kernels.products import (
     EightBits,
@@ -40,16 +39,6 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 SILU, GELU = ("SiLU", "SiLUActivation"), "GELUTanh"  # torch's and transformers' classes
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as transformers names them, and our heads
-
-
-def fused_gpu() -> Any:
-    """The module of Triton kernels that join small operations."""
-    return import_module("headstart.inference.kernels.fused_gpu")
-
-
-def kernels_on_gpu(name: str) -> Any:
-    """A module of Triton kernels in gpu/."""
-    return import_module(f"headstart.inference.kernels.gpu.{name}")
 
 
 class PackedLinear(nn.Module):
@@ -311,7 +300,7 @@ def norms_on_gpu(model: nn.Module) -> list[nn.Module]:
     norms = {each: offset_of(each) for each in model.modules() if type(each).__name__.endswith("RMSNorm")}
     known = {each: offset for each, offset in norms.items() if offset is not None}
     for each, offset in known.items():
-        compute = partial(fused_gpu().norm, weight=each.weight, eps=epsilon(each), offset=offset)
+        compute = partial(kernels_on_gpu("fused").norm, weight=each.weight, eps=epsilon(each), offset=offset)
         vars(each)["forward"] = Fused(each, compute)
     return [*known]
 
@@ -329,7 +318,7 @@ class FusedLayer(FusedForward):
         if torch.is_grad_enabled():
             return type(layer).forward(layer, hidden_states, *args, **options)
         mixed, _ = layer.self_attn(layer.input_layernorm(hidden_states), *args, **options)
-        hidden_states, normed = fused_gpu().add_and_norm(mixed, hidden_states, *self.form)
+        hidden_states, normed = kernels_on_gpu("fused").add_and_norm(mixed, hidden_states, *self.form)
         return hidden_states + layer.mlp(normed)
 
 
@@ -372,7 +361,7 @@ def activation(module: nn.Module) -> str:
 
 def gated_mlp(module: Any, inputs: Tensor) -> Tensor:
     joint = whole_of(module.up_proj)(inputs)  # type: ignore[misc]
-    found: Tensor = module.down_proj(fused_gpu().gated(joint, activation(module) == GELU))
+    found: Tensor = module.down_proj(kernels_on_gpu("fused").gated(joint, activation(module) == GELU))
     return found
 
 

@@ -24,16 +24,16 @@ SHAPE = ctypes.c_int64 * 7
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def on_gpu() -> Any:
-    """The module of Triton kernels."""
-    return import_module("headstart.inference.kernels.ordered_gpu")
+def kernels_on_gpu(name: str) -> Any:
+    """A module of Triton kernels: ordered, fused, few_rows or lm_head."""
+    return import_module(f"headstart.inference.kernels.gpu.{name}")
 
 
 def matmul_on_gpu(left: Tensor, right: Tensor) -> Tensor:
     """`ordered_matmul` by Triton."""
     batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
     parts = (each.expand(*batch, *each.shape[-2:]).reshape(-1, *each.shape[-2:]) for each in (left, right))
-    found: Tensor = on_gpu().matmul(*parts)
+    found: Tensor = kernels_on_gpu("ordered").matmul(*parts)
     return found.view(*batch, *found.shape[-2:])
 
 

@@ -29,13 +29,12 @@ from headstart.inference.kernels import (
     attention_outside_graph,
     can_attend,
     epsilon,
-    fused_gpu,
     gated_on_gpu,
     has_kernels,
     is_tracing,
+    kernels_on_gpu,
     norms_on_gpu,
     offset_of,
-    on_gpu,
     ordered_attention,
     residuals_on_gpu,
     whole_of,
@@ -83,9 +82,9 @@ def grouped_attention(
     places = vars(attention_mask).get("places") if isinstance(attention_mask, Tensor) else None
     is_plain, more = options.get("position_bias") is None, (options.get("softcap"), options.get("s_aux"))
     if is_plain and more == (None, None) and places is not None:
-        return on_gpu().attention(query, key, value, places, scaling), None
+        return kernels_on_gpu("ordered").attention(query, key, value, places, scaling), None
     if is_plain and more == (None, None) and (keys := keys_of(attention_mask)) is not None:
-        return fused_gpu().attention(query, key, value, keys, scaling), None
+        return kernels_on_gpu("fused").attention(query, key, value, keys, scaling), None
     if is_plain and can_attend(query, key, value, attention_mask):
         is_causal = options.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -171,7 +170,7 @@ class FusedAttention(FusedForward):
         rows, block, _ = hidden_states.shape
         assert self.whole is not None
         keys, values = slots.with_block(slots.layers[module.layer_idx], block)
-        query = fused_gpu().rotate_and_store(
+        query = kernels_on_gpu("fused").rotate_and_store(
             self.whole(hidden_states), position_embeddings, self.norms, (keys, values), slots.starts, slots.pending
         )
         mixed, _ = grouped_attention(module, query, keys, values, attention_mask, module.scaling, **options)
@@ -198,9 +197,11 @@ class FusedHeadAttention(FusedForward):
         cosines, sines = table.chunk(2, dim=-1)
         keys, values = cache.with_block(cache.layers[layer], inputs.shape[1])
         joint = self.whole(inputs)
-        query = fused_gpu().rotate_and_store(joint, (cosines, sines), None, (keys, values), cache.starts, cache.pending)
+        query = kernels_on_gpu("fused").rotate_and_store(
+            joint, (cosines, sines), None, (keys, values), cache.starts, cache.pending
+        )
         if (visible := keys_of(mask)) is not None:
-            mixed = fused_gpu().attention(query, keys, values, visible)
+            mixed = kernels_on_gpu("fused").attention(query, keys, values, visible)
         else:
             mixed = attention(query, keys, values, mask).transpose(1, 2)
         return module.o_proj(mixed.flatten(2))

@@ -50,7 +50,7 @@ few = settings(max_examples=30, deadline=None)
 def gpu() -> ModuleType:
     if os.environ.get("TRITON_INTERPRET") != "1":  # before torch imports Triton
         pytest.skip("make check-kernels runs it")
-    module: Any = importlib.import_module("headstart.inference.kernels.fused_gpu")
+    module: Any = importlib.import_module("headstart.inference.kernels.gpu.fused")
     module.BLOCK, module.PARTS_MAX = 16, 3  # so small that a short text has several
     return module
 

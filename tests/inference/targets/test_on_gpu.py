@@ -18,7 +18,7 @@ from headstart.inference.core.tree import block_mask, causal_block, keys_of
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.kernels import fused_gpu, own_layers_of
+from headstart.inference.kernels import kernels_on_gpu, own_layers_of
 from headstart.inference.kernels.fast_layers import Fused
 from headstart.inference.targets.attention import folded_attention
 from headstart.inference.targets.cuda_graph import Graphed, SpareSteps
@@ -107,7 +107,7 @@ def test_attention_to_parts_of_the_keys_equals_attention_under_a_mask(nodes: int
     key, value = slots.layers[0]
     visible = keys_of(carrier)
     assert visible is not None
-    found = fused_gpu().attention(query, key, value, visible).float()
+    found = kernels_on_gpu("fused").attention(query, key, value, visible).float()
     wanted = folded_attention(query.float(), key.float(), value.float(), mask.float(), None).transpose(1, 2)
     assert (found - wanted).norm() < 0.01 * wanted.norm()
 

@@ -24,7 +24,7 @@ def gpu() -> Iterator[ModuleType]:
     """The kernels, with blocks so small that a short text has several."""
     if os.environ.get("TRITON_INTERPRET") != "1":  # before torch imports Triton
         pytest.skip("make check-kernels runs it")
-    module: Any = importlib.import_module("headstart.inference.kernels.ordered_gpu")
+    module: Any = importlib.import_module("headstart.inference.kernels.gpu.ordered")
     before = module.BLOCK, module.SPLIT
     module.BLOCK, module.SPLIT = 8, 2
     yield module
@@ -73,9 +73,6 @@ def test_a_target_on_these_kernels_gives_a_token_the_same_bits_in_every_pass(
     monkeypatch.setattr(check, "EXACT_TOKENS", 18)
     target = TargetModel(make_family("llama"), ())
     target.passes.by_position = True
-    for each in (attention, matmul):
-        monkeypatch.setattr(each, "on_gpu", lambda: gpu)
-
     monkeypatch.setattr(matmul, "ordered_matmul", matmul.matmul_on_gpu)
     fast_model.order_products(target.model)
     assert target.difference_in_bits is None

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton import language as tl
 
 from headstart.inference.core.tree import VisibleKeys
-from headstart.inference.kernels.ordered_gpu import with_keys
+from headstart.inference.kernels.gpu.ordered import with_keys
 
 BLOCK = 64  # keys that are read together, and queries of a program at most
 PARTS_MAX = 16  # of one row's held tokens
