@@ -475,7 +475,8 @@ def kernels(results: Results) -> None:
                 mask = block_mask(slots, block, DTYPE, carries_keys=carries)
 
                 def work(query: Tensor, mask: Tensor = mask, slots: Slots = slots) -> tuple[Tensor, ...]:
-                    return tuple(grouped_attention(nn.Identity(), query, *each, mask)[0] for each in slots.layers)
+                    pairs = ((key, value) for key, value in slots.layers)
+                    return tuple(grouped_attention(nn.Identity(), query, *pair, mask)[0] for pair in pairs)
 
                 name = f"{layers} layers, {nodes} nodes, {keys} keys, {'our kernel' if carries else 'with a mask'}, ms"
                 if CUDA or not carries:

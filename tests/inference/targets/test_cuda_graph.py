@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from matrix import slow
@@ -172,8 +173,16 @@ def test_plain_steps_are_launched_before_the_last_one_is_read(
     alone = [generate(target, prompt, 24, own).tokens for prompt, own in zip(PROMPTS, MIXED, strict=True)]
     ends, events = alone[3][9], list[str]()
     launch, read = step.DecodeStep._launch, step.InFlight.read
-    monkeypatch.setattr(step.DecodeStep, "_launch", lambda *given: (events.append("launch"), launch(*given))[1])
-    monkeypatch.setattr(step.InFlight, "read", lambda *given: (events.append("read"), read(*given))[1])
+
+    def noting(event: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*given: Any) -> Any:
+            events.append(event)
+            return function(*given)
+
+        return note
+
+    monkeypatch.setattr(step.DecodeStep, "_launch", noting("launch", launch))
+    monkeypatch.setattr(step.InFlight, "read", noting("read", read))
     for cancelled in (None, 1):
         loop = DecodeLoop(target, None, 3, True, prefix_memory=2**20)
         for number, (prompt, own) in enumerate(zip(PROMPTS, MIXED, strict=True)):

@@ -174,7 +174,8 @@ def fused_types(model: nn.Module) -> Counter[str]:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3"])
 def test_targets_of_the_usual_form_compute_their_own_logits_by_kernels(gpu: ModuleType, family: str) -> None:
     target = joined_target(make_family(family))
-    assert fuse_where_right(target.passes) == (ALL, {})
+    others = {attention.SUMS} if family == "gemma3" else set()  # whose layers have two more norms
+    assert fuse_where_right(target.passes) == (ALL - others, {})
     layers = target.config.num_layers
     kinds = {name.removesuffix("MLP") for name in fused_types(target.model) if name.endswith("MLP")}
     assert [fused_types(target.model)[f"{kind}Attention"] for kind in kinds] == [layers]
