@@ -1,6 +1,5 @@
 """Laws of the harvest: it ends in the same features for every response writer and after any number of kills."""
 
-import json
 import multiprocessing
 import os
 import random
@@ -54,10 +53,7 @@ def test_features_too_large_for_the_disk_are_refused_before_the_responses_or_bef
     for name in ("prompts", "responses"):
         shutil.copytree(harvested / "run" / name, tmp_path / name)
     recipe, per_token = tiny_recipe(harvested, f"run_dir={tmp_path}"), bytes_per_token(32, 3, "float32")
-    usage, texts = (
-        shutil.disk_usage(tmp_path),
-        [row for split in ("train", "heldout") for row in responses(recipe, split)],
-    )
+    usage, texts = shutil.disk_usage(tmp_path), responses(recipe) + responses(recipe, "heldout")
 
     def refuse_with(tokens: int) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=tokens * per_token - 1))
@@ -80,10 +76,8 @@ def test_as_many_texts_decode_together_as_fit_into_memory(
 ) -> None:
     recipe = tiny_recipe(harvested)
     target, sizes = TargetModel.load(recipe.target, ()), []
-    prompts, samplings = (
-        [{"tokens": [5, 6, 7 + n]} for n in range(5)],
-        [sampling_of(recipe, "train", n) for n in range(5)],
-    )
+    prompts = [{"tokens": [5, 6, 7 + number]} for number in range(5)]
+    samplings = [sampling_of(recipe, "train", number) for number in range(5)]
 
     def watched(*given: Any) -> Iterator[tuple[int, Any]]:
         sizes.append(given[3])
@@ -100,14 +94,7 @@ def test_as_many_texts_decode_together_as_fit_into_memory(
         assert said in (printed := capsys.readouterr().out)
         assert bool(said) == bool(printed)
     assert sizes == [1, 2, 3]
-
-
-def test_ranks_that_share_a_target_decode_the_same_number_of_texts(
-    harvested: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = tiny_recipe(harvested)
-    target = TargetModel.load(recipe.target, ())
-    monkeypatch.setattr(target.ranks, "least", lambda found: found - 1)
+    monkeypatch.setattr(target.ranks, "least", lambda found: found - 1)  # ranks that share it decode the same number
     assert shard_work.texts_together(recipe, target, 36) == recipe.data.generate_batch - 1
 
 
@@ -176,9 +163,7 @@ def test_all_requests_of_a_batch_are_in_flight_at_once(server: tuple[str, type[S
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        ("text", " answers without choices"),
-        ([1], " answers without choices"),
-        ({"choices": []}, " answers without choices"),
+        *[(answer, " answers without choices") for answer in ("text", [1], {"choices": []})],
         (choice(token_ids=[5, 300]), " answered with token 300, 0 to 299 of the target"),
         (choice(token_ids=[5, -1]), " answered with token -1, 0 to 299 of the target"),
         (choice(), " answers without token_ids, and text alone .*; use a server that knows return_token_ids"),
@@ -200,9 +185,6 @@ def test_an_answer_whose_tokens_are_not_the_targets_is_refused(
 def test_a_draft_head_writes_the_targets_own_text(tmp_path: Path) -> None:
     build_run(tmp_path)
     recipe = tiny_recipe(tmp_path, f"data.draft_head={tmp_path / 'head'}")
-    config = json.loads((tmp_path / "target" / "generation_config.json").read_text())
-    ends = {**config, "eos_token_id": [*range(0, 300, 9)]}
-    (tmp_path / "target" / "generation_config.json").write_text(json.dumps(ends))
     frozen = FrozenTarget.from_folder(tmp_path / "target", torch.float32)
     save_head(new_head(recipe.head, frozen, draft_vocab(recipe.head, torch.arange(300)), 0), tmp_path / "head")
     harvest(recipe)

@@ -4,8 +4,8 @@ The rows are made after public reports of what training on other tokens did; eac
 """
 
 import json
-from collections.abc import Iterator
 from datetime import date
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from matrix import slow_unless
-from test_chat_masks import FAMILIES, Family, template_of
+from test_chat_masks import FAMILIES, template_of
 from tiny_run import build_run, build_tokenizer, tiny_recipe
 from tokenizers import Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
@@ -22,14 +22,9 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from headstart.common.files import read_jsonl
+from headstart.common.files import read_jsonl, write_jsonl
 from headstart.data_pipelines.prompts import prompts as prompts_stage
-from headstart.data_pipelines.prompts.chat_masks import (
-    ChatMasks,
-    MaskedTokens,
-    encode_prompt,
-    given_samples,
-)
+from headstart.data_pipelines.prompts.chat_masks import ChatMasks, MaskedTokens, encode_prompt, given_samples
 from headstart.data_pipelines.prompts.conversations import parse_row, unread_keys
 from headstart.data_pipelines.prompts.prompts import make_prompts, read_prompts
 from headstart.data_pipelines.prompts.row_report import RowReport
@@ -104,7 +99,7 @@ def says(content: str | None, **more: Any) -> dict[str, Any]:
 
 
 def report_of(found: ChatTemplate, path: Path, *rows: dict[str, Any], **fields: Any) -> tuple[list[Any], str]:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     data, report = section(**fields), RowReport(str(path))
     return read_prompts(found, data, None, report), report.summary("prompts", data)
 
@@ -237,9 +232,8 @@ def test_reasoning_under_every_name_reaches_the_template_in_rows_and_in_serving(
         if name in REASONING_NAMES:
             assert "hidden" in prompt_of(found, {"messages": messages}) == served(found, messages)
             continue
-        assert {f"{name} of a turn"} == unread_keys(
-            {"messages": messages}, parse_row({"messages": messages}, found.is_turn)
-        )
+        row = {"messages": messages}
+        assert {f"{name} of a turn"} == unread_keys(row, parse_row(row, found.is_turn))
         with pytest.raises(ApiError, match=r"^messages\[1\]\.no_such_field: there is no such field; content, name"):
             served(found, messages)
         assert served(found, [*messages[:1], says("Hello.", annotations=[{}], parsed=[], **{name: []}), messages[2]])
@@ -286,32 +280,26 @@ def test_what_is_added_not_read_or_dropped_is_said(
     assert "Bye" not in str(template(source).tokenizer.decode(kept[0]["text"]))
 
 
+ONCE_MORE = "turn 2 opens <think> once more than the chat template; close it, or remove it"
+
+
 @pytest.mark.parametrize(
-    ("answer", "why"),
+    ("source", "answer", "why"),
     [
-        (says("Four.", reasoning_content="Two and two."), "does not write the reasoning of turn 2"),
-        (says("It ends <|im_end|> here."), r"turn 2 holds <\|im_end\|>, at which the target stops"),
+        (CHATML, says("Four.", reasoning_content="Two and two."), "does not write the reasoning of turn 2"),
+        (CHATML, says("It ends <|im_end|> here."), r"turn 2 holds <\|im_end\|>, at which the target stops"),
+        # A block of reasoning without its end was trained on after another.
+        (REASONING, says("<think>\nTwo and two."), ONCE_MORE),  # of a prompt that opens the block
+        (HYBRID, says("<think>Two and two."), ONCE_MORE),  # after an empty block that the template writes
+        (HYBRID, says("<think>Two and two.</think>Four."), ONCE_MORE),
+        (CHATML.replace("assistant\n", "assistant\n<think>\n"), says("<think>Two and two."), ONCE_MORE),
     ],
 )
-def test_an_answer_that_the_template_hides_or_that_holds_an_end_mark_refuses_the_row(
-    answer: dict[str, Any], why: str
+def test_an_answer_that_cannot_be_trained_on_as_it_is_refuses_the_row(
+    source: str, answer: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(BadRow, match=why):
-        samples(template(CHATML), {"messages": [user("2+2?"), answer]})
-
-
-@pytest.mark.parametrize(
-    ("source", "content"),
-    [
-        (REASONING, "<think>\nTwo and two."),  # of a prompt that opens the block
-        (HYBRID, "<think>Two and two."),  # after an empty block that the template writes
-        (HYBRID, "<think>Two and two.</think>Four."),
-        (CHATML.replace("assistant\n", "assistant\n<think>\n"), "<think>Two and two."),
-    ],
-)
-def test_a_block_of_reasoning_without_its_end_was_trained_on_after_another(source: str, content: str) -> None:
-    with pytest.raises(BadRow, match="turn 2 opens <think> once more than the chat template; close it, or remove it"):
-        trained_on(template(source), {"messages": [user("2+2?"), says(content)]})
+        samples(template(source), {"messages": [user("2+2?"), answer]})
 
 
 def test_an_empty_block_of_reasoning_was_written_twice() -> None:
@@ -419,6 +407,9 @@ CALLS = st.dictionaries(TEXT, VALUES, max_size=3).map(
 )
 
 
+known_template_of = cache(template_of)
+
+
 @st.composite
 def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
     messages = [{"role": "system", "content": draw(TEXT)}] if draw(st.booleans()) else []
@@ -427,28 +418,25 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
         if draw(st.integers(0, 4)) == 0:
             messages += [says(draw(st.none() | TEXT), tool_calls=draw(CALLS)), RESULT | {"content": draw(TEXT)}]
         more: dict[str, Any] = {"reasoning_content": draw(TEXT)} if draw(st.integers(0, 3)) == 0 else {}
-        messages.append(
-            says(draw(TEXT), **more, **({"weight": draw(st.integers(0, 1))} if draw(st.booleans()) else {}))
-        )
+        more |= {"weight": draw(st.integers(0, 1))} if draw(st.booleans()) else {}
+        messages.append(says(draw(TEXT), **more))
     return messages
 
 
-def answers(messages: list[dict[str, Any]]) -> Iterator[int]:
-    return (place for place, turn in enumerate(messages) if turn["role"] == "assistant" and turn.get("weight") != 0)
-
-
-def check_rows_are_as_served(name: str, messages: list[dict[str, Any]]) -> bool:
-    """Whether a row was kept; then each range follows the served prompt and ends with the family's end mark."""
-    tokenizer, masks = template_of(name)
-    family: Family = FAMILIES[name]
+@pytest.mark.parametrize("name", slow_unless(("llama3", "qwen3", "deepseek_r1", "gpt_oss", "llama2"), FAMILIES))
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@given(messages=conversations())
+def test_tokens_before_each_answer_are_the_served_prompt(name: str, messages: list[dict[str, Any]]) -> None:
+    """Each range of a row that is kept follows the served prompt and ends with the family's end mark."""
+    (tokenizer, masks), family = known_template_of(name), FAMILIES[name]
     row = {"messages": messages}
     try:
         found = given_samples(masks, parse_row(row, masks.template.is_turn), row, section(responses="given"))
     except BadRow:
-        return False
+        return
     spans = [(sample.tokens, *span) for sample in found for span in sample.spans]
-    places = list(answers(messages))
-    assert len(spans) == len(places)
+    answers = [turn["role"] == "assistant" and turn.get("weight") != 0 for turn in messages]
+    places = [place for place, is_trained_on in enumerate(answers) if is_trained_on]
     for (tokens, start, end), place in zip(spans, places, strict=True):
         asked = [{key: value for key, value in turn.items() if key != "weight"} for turn in messages[:place]]
         assert tokens[:start] == served_tokens(masks.template, asked)
@@ -457,29 +445,16 @@ def check_rows_are_as_served(name: str, messages: list[dict[str, Any]]) -> bool:
             assert words.endswith(family.end.strip())
             assert messages[place]["content"].rpartition("</think>")[2].strip() in words
             assert not family.end or words.count(family.end.strip()) == 1
-    return True
-
-
-@pytest.mark.parametrize("name", slow_unless(("llama3", "qwen3", "deepseek_r1", "gpt_oss", "llama2"), FAMILIES))
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
-@given(messages=conversations())
-def test_tokens_before_each_answer_are_the_served_prompt(name: str, messages: list[dict[str, Any]]) -> None:
-    check_rows_are_as_served(name, messages)
 
 
 def test_calls_took_the_form_of_the_template_for_conversations_without_tools() -> None:
     """A tokenizer with a template for tools: its calls have text arguments, and the default one has no calls."""
     found = template(CHATML)
     found.tokenizer.chat_template = {"default": CHATML, "tool_use": REASONING}
-    tools = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}]
-    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
-    turns: list[dict[str, Any]] = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-    ]
-    assert '<|calls|>look\n{"at": "sky"}<|eos|>' in found.render(turns, tools)
-    assert "look" not in found.render(turns)
+    turns = [user("a"), says("", tool_calls=[{"type": "function", "function": CALL}])]
+    assert '<|calls|>weather\n{"city": "Oslo"}<|eos|>' in found.render(turns, TOOLS)
+    assert "weather" not in found.render(turns)
     developer = [{"role": "developer", "content": "b"}]
     found.tokenizer.chat_template = {"default": CHATML, "tool_use": CHATML + "{# developer #}"}
-    assert found.render(developer, tools, ask=False) == "<|im_start|>developer\nb<|im_end|>\n"
+    assert found.render(developer, TOOLS, ask=False) == "<|im_start|>developer\nb<|im_end|>\n"
     assert found.render(developer, ask=False) == "<|im_start|>system\nb<|im_end|>\n"

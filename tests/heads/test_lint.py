@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from exported import EVERY_HEAD, LIMITED, edit_config, exported, files_in_memory
+from exported import EVERY_HEAD, LIMITED, edit_config, files_in_memory
 from torch import Tensor
 
+from headstart.heads.base import DraftHead
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats.convert import convert
 from headstart.heads.formats.kinds.eagle import EAGLE3
@@ -20,6 +21,7 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetOrigin
 
 MakeHead = Callable[..., Any]
+ExportAs = Callable[..., Path]
 Config = dict[str, Any]
 Tensors = dict[str, Tensor]
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -169,13 +171,18 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.parametrize("name", HEADS)
+def test_nothing_is_found_in_a_head_without_a_mistake(make_head: MakeHead, frozen: FrozenTarget, name: str) -> None:
+    layout, arguments = HEADS[name]
+    assert lint_in_memory(files_in_memory(make_head(**arguments), layout), frozen) == []
+
+
 @pytest.mark.parametrize("mistake", MISTAKES, ids=str)
 def test_each_planted_mistake_is_found_for_the_engines_it_concerns(
     make_head: MakeHead, frozen: FrozenTarget, mistake: Mistake
 ) -> None:
     name, arguments = HEADS[mistake.head]
     files = files_in_memory(make_head(**arguments), name)
-    assert lint_in_memory(files, frozen) == []
     mistake.config(files.config)
     mistake.tensors(files.tensors)
     errors = [each for each in lint_in_memory(files, frozen) if each.severity == "error"]
@@ -198,15 +205,6 @@ def test_positions_by_rows_and_columns_give_a_warning_where_they_are_counted_by_
     assert not [each for each in violations(files, frozen, engines) if each.where == "config.json rope_theta"]
 
 
-def no_hidden_norm(config: Config, tensors: Tensors) -> None:
-    for name in [name for name in tensors if "hidden_norm" in name]:
-        del tensors[name]
-
-
-def short(config: Config, tensors: Tensors) -> None:
-    config.get("transformer_layer_config", config)["max_position_embeddings"] = 32
-
-
 @pytest.mark.parametrize("name", ["vllm", "speculators"])
 def test_mistakes_that_engines_ignore_are_found_in_published_heads(
     make_head: MakeHead, frozen: FrozenTarget, name: str
@@ -219,8 +217,8 @@ def test_mistakes_that_engines_ignore_are_found_in_published_heads(
         lambda config, tensors: tensors.pop("lm_head.weight"),
         lambda config, tensors: tensors.update(d2t=LIMITED.ids),
         lambda config, tensors: config.update(ids),
-        no_hidden_norm,
-        short,
+        lambda config, tensors: [tensors.pop(name) for name in [*tensors] if "hidden_norm" in name],
+        lambda config, _: config.get("transformer_layer_config", config).update(max_position_embeddings=32),
     ]
     for number, mistake in enumerate(mistakes):
         files = files_in_memory(make_head(vocab=LIMITED), name)
@@ -250,20 +248,20 @@ def test_a_published_head_is_checked_for_every_engine_that_reads_its_layout(
 
 @pytest.mark.parametrize("command", [lint, lambda folder, target: convert(folder, folder / "back", target)])
 def test_keys_with_values_of_wrong_types_are_named_by_lint_and_by_convert(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, command: Callable[[Path, str], object]
+    head: DraftHead, export_as: ExportAs, target_folder: Path, command: Callable[[Path, str], object]
 ) -> None:
-    folder = exported(make_head(), tmp_path, target_folder, "vllm")
+    folder = export_as(head, "vllm")
     edit_config(folder, put(hidden_size="32", architectures=7))
     with pytest.raises(ValueError, match=r"(?s)hidden_size: '32' given.*architectures: 7 given"):
         command(folder, str(target_folder))
 
 
 def test_lint_found_nothing_in_a_head_that_was_trained_for_other_weights(
-    make_head: MakeHead, make_model: Callable[..., Any], target_folder: Path, tmp_path: Path
+    make_head: MakeHead, make_model: Callable[..., Any], export_as: ExportAs, target_folder: Path, tmp_path: Path
 ) -> None:
     head = make_head()
     head.origin = TargetOrigin.of(target_folder)
-    folder = exported(head, tmp_path, target_folder, "vllm")
+    folder = export_as(head, "vllm")
     assert not lint(folder, str(target_folder), ["vllm"])
     make_model(seed=1).save_pretrained(tmp_path / "other")
     [violation] = lint(folder, str(tmp_path / "other"), ["vllm"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import slow_unless
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -16,10 +17,7 @@ from transformers.models.auto.modeling_auto import (
 from headstart.heads.target_config import UNLIMITED, Rope, TargetConfig, mask_token
 
 ALWAYS = {"bloom", "falcon", "gemma4", "gpt_neo", "mpt", "nemotron_h", "qwen3_5_moe", "qwen3_omni_moe", "xglm", "xlnet"}
-FAMILIES = {
-    *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-}
+FAMILIES = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 # Models of bytes in patches and of robots, and a drafter whose default configuration transformers refuses.
 WITHOUT = {"blt", "pi0", "gemma4_assistant"}
 SAME = (
@@ -31,16 +29,12 @@ SAME = (
 OF_LAYERS = (("num_heads", "num_attention_heads"), ("num_kv_heads", "num_key_value_heads"), ("head_dim", "head_dim"))
 
 
-def slow(family: str) -> Any:
-    return pytest.param(family, marks=pytest.mark.slow)
-
-
 def written(config: Any) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return found
 
 
-@pytest.mark.parametrize("family", [*sorted(ALWAYS), *(slow(name) for name in sorted(FAMILIES - WITHOUT - ALWAYS))])
+@pytest.mark.parametrize("family", slow_unless(ALWAYS, sorted(FAMILIES - WITHOUT | ALWAYS)))
 def test_the_default_configuration_of_every_family_gives_its_sizes(family: str) -> None:
     whole = CONFIG_MAPPING[family]()
     found, text = TargetConfig.from_dict(written(whole)), written(whole.get_text_config(decoder=True))

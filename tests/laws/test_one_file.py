@@ -25,7 +25,7 @@ from headstart import SpeculativeModel
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET, HEAD = ROOT / "assets/demo_target", ROOT / "assets/demo_head"
-NEW_TOKENS = 32
+NEW_TOKENS = 16
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +35,9 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[torch.Tensor]:
-    """Three of the held-out prompts, each [1, seq]."""
+    """Two of the held-out prompts, each [1, seq]."""
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    lines = (TARGET / "heldout_prompts.jsonl").read_text().splitlines()[:3]
+    lines = (TARGET / "heldout_prompts.jsonl").read_text().splitlines()[:2]
     return [tokenizer(json.loads(line)["prompt"], return_tensors="pt")["input_ids"] for line in lines]
 
 
@@ -59,7 +59,7 @@ def test_one_file_writes_the_engines_tokens(model: PreTrainedModel, prompts: lis
 
 @torch.no_grad()
 def test_one_file_accepts_draft_tokens(model: PreTrainedModel, prompts: list[torch.Tensor]) -> None:
-    head, steps, tokens = one_file.DraftHead.load(HEAD, model), 10, 0
+    head, steps, tokens = one_file.DraftHead.load(HEAD, model), 6, 0
     for prompt in prompts:
         stop = StoppingCriteriaList([MaxLengthCriteria(10**6)])
         text = one_file.Text(prompt, LogitsProcessorList(), stop, is_sampled=False)
@@ -106,8 +106,8 @@ class Passes:
 
 def test_a_custom_generate_stops_and_streams_as_plain_generate(model: Any, prompts: list[torch.Tensor]) -> None:
     options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "inputs": prompts[0]}
-    last = int(model.generate(**options)[0, -9])
-    for more in ({"eos_token_id": last}, {"max_new_tokens": None, "max_length": 64}):
+    last = int(model.generate(**options)[0, -5])
+    for more in ({"eos_token_id": last}, {"max_new_tokens": None, "max_length": prompts[0].shape[1] + 8}):
         streamed: list[int] = []
         streamer = ListStreamer(streamed)
         expected = model.generate(**{**options, **more})

@@ -99,14 +99,12 @@ def test_a_trained_target_writes_the_same_texts_with_drafts_in_batches_and_from_
     section = {"path": str(ASSETS / "demo_target"), "dtype": dtype, "device": "cpu", "compile": False}
     target = TargetModel.load(TargetSection.model_validate(section), (2, 8, 13))
     head = load_drafting_head(ASSETS / "demo_head", target)
-    check_texts(target, head, prompts_of(target, 4), 20)
+    check_texts(target, head, prompts_of(target, 3), 12)
 
 
 def prompts_of(target: TargetModel, count: int) -> list[list[int]]:
     """Beginnings of unlike lengths that the target has written itself, so that texts go on like its training data."""
-    starts = [
-        Request([5 + 11 * number, 7 + number], 20 + number, Sampling(1.0, seed=number)) for number in range(count)
-    ]
+    starts = [Request([5 + 11 * number, 7 + number], 9 + number, Sampling(1.0, seed=number)) for number in range(count)]
     return [each.prompt + text.tokens for each, text in zip(starts, generate_batch(target, starts), strict=True)]
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import yaml
 from accelerate import PartialState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.data_pipelines.features.batches import Sample
@@ -140,6 +142,14 @@ def build_run(folder: Path) -> Path:
     return path
 
 
+def copy_run(folder: Path, to: Path) -> Path:
+    """Copy a folder with a run, its target and its recipe, in which paths then name the new folder; returns that."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    recipe = to / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace(str(folder), str(to)))
+    return to
+
+
 def build_letters() -> PreTrainedTokenizerFast:
     """A tokenizer with one token for each letter, so that any tokens are those of their text; token 0 ends a text."""
     tokenizer = Tokenizer(models.BPE())
@@ -172,6 +182,14 @@ def tiny_recipe(folder: Path, *overrides: str) -> Recipe:
     """Load the recipe of a folder made by `build_run`, for a run in this process."""
     PartialState(cpu=True)  # the first PartialState of a process decides the device
     return load_recipe(folder / "recipe.yaml", overrides)
+
+
+def make_dense(head: nn.Module, amount: float = 0.2) -> None:
+    """Change every weight by noise, so that no zero weight hides a path through the head."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * amount)
 
 
 def recipe_with_random_head(folder: Path) -> Recipe:

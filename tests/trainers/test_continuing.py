@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from tiny_run import contents, tiny_recipe, write_prompts
+from tiny_run import contents, copy_run, tiny_recipe, write_prompts
 
 from headstart.recipes import Recipe
 from headstart.trainers import run
@@ -33,23 +33,16 @@ def test_more_steps_continue_a_finished_run(
     assert rows == sorted(rows)
 
 
-def copied(folder: Path, to: Path) -> Path:
-    shutil.copytree(folder, to)
-    recipe = to / "recipe.yaml"
-    recipe.write_text(recipe.read_text().replace(str(folder), str(to)))
-    return to
-
-
 @pytest.fixture(scope="module")
 def trained_once(harvested: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = copied(harvested, tmp_path_factory.mktemp("trained") / "folder")
+    folder = copy_run(harvested, tmp_path_factory.mktemp("trained"))
     run(tiny_recipe(folder))
     return folder
 
 
 @pytest.fixture
 def trained(trained_once: Path, tmp_path: Path) -> Path:
-    return copied(trained_once, tmp_path / "folder")
+    return copy_run(trained_once, tmp_path)
 
 
 def test_another_field_is_refused_with_more_steps_too(trained: Path) -> None:
@@ -58,24 +51,22 @@ def test_another_field_is_refused_with_more_steps_too(trained: Path) -> None:
     assert "train.steps" not in str(error.value)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_run_s_start_is_kept(trained: Path) -> None:
-    """Its start was noted anew, as if no step had been taken."""
+def test_a_damaged_checkpoint_and_a_damaged_note_on_the_start_are_named_and_the_start_is_kept(trained: Path) -> None:
+    """The start was noted anew, as if no step had been taken."""
     recipe = tiny_recipe(trained, "train.steps=12")
     start = (recipe.checkpoints_dir / "start.json").read_bytes()
     (recipe.checkpoints_dir / "start.json").touch()
     newest = max(recipe.checkpoints_dir.glob("step-*"))
+    state = (newest / "state.json").read_text()
     (newest / "state.json").write_text("{")
     with pytest.raises(ValueError, match=rf"{newest} cannot be read .*; remove it to resume from step-"):
         run(recipe)
     assert (recipe.checkpoints_dir / "start.json").read_bytes() == start
-
-
-def test_a_damaged_note_on_the_start_names_its_file(trained: Path) -> None:
-    recipe = tiny_recipe(trained)
+    (newest / "state.json").write_text(state)
     shutil.rmtree(recipe.head_dir)
     (recipe.checkpoints_dir / "start.json").write_text("{")
     with pytest.raises(ValueError, match=r"start\.json cannot be read .* remove .*checkpoints to start over"):
-        run(recipe)
+        run(tiny_recipe(trained))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from bad_inputs import assert_message
 from tiny_run import modified, tiny_recipe
 
 from headstart.data_pipelines.features.shards import FeatureStore
@@ -33,12 +34,13 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     run(recipe)
     said = " ".join(capsys.readouterr().out.split())
     assert modified(recipe.run_dir) == before
-    assert "parameters of the head 17,024 fc 3,072" in said
     tokens = FeatureStore(recipe.features_dir, "train").num_tokens
-    assert f"tokens per epoch {tokens} 12 samples, as harvested" in said
-    assert "steps per epoch 4.0 train.batch_size 3" in said
-    assert "1 samples of 36 tokens, unroll 3, float32" in said
-    assert "frozen, with the final norm, in float32" in said
+    assert_message(
+        said,
+        f"parameters of the head 17,024 fc 3,072 | tokens per epoch {tokens} 12 samples, as harvested"
+        " | steps per epoch 4.0 train.batch_size 3 | 1 samples of 36 tokens, unroll 3, float32"
+        " | frozen, with the final norm, in float32",
+    )
     assert "float32 and float32" not in said
     run(tiny_recipe(harvested, f"run_dir={recipe.run_dir / 'new'}", "train.dry_run=true"))
     said = " ".join(capsys.readouterr().out.split())

@@ -13,6 +13,7 @@ from saved_tensors import SavedForBackward, storage_of
 from tiny_run import contents, tiny_recipe
 from torch.testing import assert_close
 
+from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.batches import TrainingBatch
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.heads.base import LevelHead
@@ -139,12 +140,8 @@ def test_the_heads_loss_and_the_divergence_both_reach_the_target(make_recipe: Ma
             expected = expected + (here[0].exp() * (here[0] - here[1])).sum() / counts[0]
         for level in range(2):
             if column - 2 - level >= 0:
-                hidden = head(
-                    features[row : row + 1],
-                    batch.tokens[row : row + 1],
-                    torch.arange(batch.tokens.shape[1]),
-                    level=level,
-                )
+                alone, tokens = features[row : row + 1], batch.tokens[row : row + 1]
+                hidden = head(alone, tokens, torch.arange(tokens.shape[1]), level=level)
                 guess = head.logits(hidden, level)[0, column - 2 - level].log_softmax(-1)
                 soft = -(log_q[row, column - 1].detach().exp() * guess).sum()
                 expected = expected + 0.8**level * soft / counts[level]
@@ -157,7 +154,7 @@ def test_the_heads_loss_and_the_divergence_both_reach_the_target(make_recipe: Ma
 
 def test_the_divergence_from_the_original_is_logged(tuned: Recipe) -> None:
     """Per token, over the held-out samples; reading them with both targets gives the same."""
-    lines = [json.loads(line) for line in tuned.metrics_path.read_text().splitlines()]
+    lines = list(read_jsonl(tuned.metrics_path))
     trained = [line.get("train/divergence") for line in lines if "train/loss_0" in line]
     assert trained[:2] == [None, None]  # the warm-up
     assert trained[2] == pytest.approx(0, abs=1e-6)  # the target has not moved yet
@@ -201,7 +198,7 @@ def test_joint_training_in_bfloat16_follows_that_in_float32(make_recipe: MakeRec
     for precision in ("float32", "bfloat16"):
         recipe = make_recipe(precision, *MEDUSA, joint(mode, learning_rate=1e-3), f"train.precision={precision}")
         run(recipe)
-        measured = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()][-1]
+        *_, measured = read_jsonl(recipe.metrics_path)
         found[precision] = measured["heldout/loss_0"], measured["heldout/divergence"]
         state = load_file(recipe.checkpoints_dir / "step-8/target.safetensors")
         assert {tensor.dtype for tensor in state.values()} == {torch.float32}
