@@ -103,8 +103,9 @@ def test_a_changed_target_at_the_same_path_is_noticed_and_the_remedy_works(
     remedy = str(refusal.value).rpartition(": ")[2]
     assert remedy == "rm -r " + " ".join(str(run / name) for name in folders)
     subprocess.run(shlex.split(remedy), check=True)
-    harvest(recipe)
-    assert not any((run / name).exists() for name in ("checkpoints", "head", "report"))
+    assert not any((run / name).exists() for name in folders)
+    if stage == "responses":  # else as much again is made
+        harvest(recipe)
 
 
 def test_a_target_that_moved_or_was_saved_without_a_network_or_with_its_template_elsewhere_is_the_same(

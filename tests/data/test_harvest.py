@@ -74,7 +74,7 @@ def test_features_too_large_for_the_disk_are_refused_before_the_responses_or_bef
 def test_as_many_texts_decode_together_as_fit_into_memory(
     harvested: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = tiny_recipe(harvested)
+    recipe = tiny_recipe(harvested, "data.generate_batch=3")
     target, sizes = TargetModel.load(recipe.target, ()), []
     prompts = [{"tokens": [5, 6, 7 + number]} for number in range(5)]
     samplings = [sampling_of(recipe, "train", number) for number in range(5)]
@@ -102,7 +102,7 @@ def test_the_fullest_device_of_a_spread_target_bounds_the_texts(
     harvested: Path, make_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The whole cache was compared with what the first device had free. The second has three of the seven layers."""
-    recipe = tiny_recipe(harvested)
+    recipe = tiny_recipe(harvested, "data.generate_batch=3")
     monkeypatch.setattr(shard_work, "CHECKED_STEP_BYTES_MIN", 0)
     with pretended_cuda():
         target = TargetModel(on_two_cards(make_model()), ())
@@ -184,7 +184,8 @@ def test_an_answer_whose_tokens_are_not_the_targets_is_refused(
 
 def test_a_draft_head_writes_the_targets_own_text(tmp_path: Path) -> None:
     build_run(tmp_path)
-    recipe = tiny_recipe(tmp_path, f"data.draft_head={tmp_path / 'head'}")
+    few = "data.num_prompts=5", "data.heldout_samples=1"
+    recipe = tiny_recipe(tmp_path, f"data.draft_head={tmp_path / 'head'}", *few)
     frozen = FrozenTarget.from_folder(tmp_path / "target", torch.float32)
     save_head(new_head(recipe.head, frozen, draft_vocab(recipe.head, torch.arange(300)), 0), tmp_path / "head")
     harvest(recipe)

@@ -144,7 +144,7 @@ def test_sigterm_finishes_what_has_begun_and_the_same_command_goes_on(
 
     monkeypatch.setattr(ShardProgress, "add", signalling)
     with pytest.raises(SystemExit) as stop:
-        make(folder, "1/1")
+        make(folder, "1/1", "data.generate_batch=3")
     assert stop.value.code == 143
     assert "SIGTERM: finished texts and shards are saved" in capsys.readouterr().out
     run = folder / "run"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bad_inputs import assert_message
 from exported import EVERY_HEAD, LIMITED, edit_config, files_in_memory, read_config, same_bits
 
 from headstart.heads.formats.lint import violations
@@ -161,7 +162,5 @@ def test_an_export_names_taps_slots_and_mask_in_each_engines_own_counting(
     assert saved["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
     assert saved["speculators_model_type"] == saved["speculators_config"]["algorithm"] == "dspark"
     assert len(LIMITED.ids) == saved["draft_vocab_size"]
-    readme = (folder / "README.md").read_text()
-    assert '"method": "dspark"' in readme
-    assert '"num_speculative_tokens": 4' in readme
-    assert "--speculative-algorithm DSPARK" in readme
+    said = '"method": "dspark" | "num_speculative_tokens": 4 | --speculative-algorithm DSPARK'
+    assert_message((folder / "README.md").read_text(), said)

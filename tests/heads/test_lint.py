@@ -162,9 +162,7 @@ MISTAKES = [
     dspark("target_layer_ids", config=put(target_layer_ids=[2, 3, 4]), text="target_layer_ids: ["),
     dspark("target_layer_ids", config=without_nested("target_layer_ids"), text="without the key vLLM takes"),
     dspark("layer_types", config=lambda c: c["layer_types"].append("full_attention"), text="3 given, 2 is allowed"),
-    dspark(
-        "tensor mask_hidden", tensors=tensor("mask_hidden", torch.zeros(1, 1, 96)), text="filled with the embedding"
-    ),
+    dspark("tensor mask_hidden", tensors=tensor("mask_hidden", torch.zeros(1, 1, 96)), text="filled with the embed"),
     dspark("tensor lm_head.weight", tensors=without("lm_head.weight"), text="needs both d2t and lm_head.weight"),
     dspark_of_speculators("aux_hidden_state_layer_ids", config=put(aux_hidden_state_layer_ids=[1, 2, 3])),
     dspark_of_speculators("speculative_tokens", config=of_method(speculative_tokens=3), text="collapses acceptance"),
@@ -199,10 +197,11 @@ def test_positions_by_rows_and_columns_give_a_warning_where_they_are_counted_by_
     files.config.update(rope_parameters=BY_ROWS, rope_scaling=BY_ROWS)
     if not is_ours:
         del files.config["headstart"]
-    warned = [each for each in violations(files, frozen, engines) if each.where == "config.json mrope_section"]
+    found = violations(files, frozen, engines)
+    warned = [each for each in found if each.where == "config.json mrope_section"]
     assert [each.engine for each in warned] == [*engines] if is_ours else ["vllm"]
     assert all(each.severity == "warning" and "one position a token, its index" in each.allowed for each in warned)
-    assert not [each for each in violations(files, frozen, engines) if each.where == "config.json rope_theta"]
+    assert "config.json rope_theta" not in {each.where for each in found}
 
 
 @pytest.mark.parametrize("name", ["vllm", "speculators"])
@@ -277,9 +276,7 @@ def test_an_engine_that_refuses_the_family_of_the_target_is_named(
     make_head: MakeHead, frozen: FrozenTarget, family: str, engines: set[str]
 ) -> None:
     """The engine would load the weights, and end when it asks the target for hidden states. EAGLE-1 needs none."""
-    for_family = replace(frozen, config=replace(frozen.config, model_type=family))
+    for_family, place = replace(frozen, config=replace(frozen.config, model_type=family)), "the target's model_type"
     for kind, expected in (("eagle3", engines), ("eagle1", set())):
         reported = violations(files_in_memory(make_head(kind), "vllm"), for_family, ["vllm", "sglang"])
-        assert {(each.engine, each.where) for each in reported} == {
-            (each, "the target's model_type") for each in expected
-        }
+        assert {(each.engine, each.where) for each in reported} == {(each, place) for each in expected}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from bad_inputs import assert_message
 from drafting import OTHER_TEXTS, PENALTIES, TEXT, Naive, a_sample, draft, new_cache, verified
 from exported import EVERY_HEAD, files_in_memory, logits, read_config, read_tensors
 from matrix import slow_unless
@@ -159,9 +160,7 @@ def test_the_draw_of_a_text_is_the_same_in_any_batch_and_in_packed_rows() -> Non
             assert [a - start for a, start in zip(blocks.anchors, blocks.starts, strict=True)] == wanted
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "packed"), slow_unless(((97, None), (60, 64)), itertools.product((97, 60), (None, 64)))
-)
+@pytest.mark.parametrize(("vocab_size", "packed"), slow_unless(((60, 64),), itertools.product((97, 60), (None, 64))))
 def test_the_loss_is_the_sum_over_entries_of_one_chain_each(
     make_head: MakeHead, frozen: FrozenTarget, packed: int | None, vocab_size: int
 ) -> None:
@@ -258,17 +257,15 @@ def test_an_export_is_what_vllm_reads_with_the_switch_for_one_pass(
     layer = {
         *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
         *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
-        "input_layernorm.weight",
-        "post_attention_layernorm.weight",
+        *(f"{name}_layernorm.weight" for name in ("input", "post_attention")),
     }
     assert tensors.keys() == {
         *("fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", "mask_hidden", "layers.0.hidden_norm.weight"),
         *(f"layers.{number}.{name}" for number in range(3) for name in layer),
     }
     assert tensors["mask_hidden"].shape == (1, 1, 96)
-    readme = (folder / "README.md").read_text()
-    assert '"method": "eagle3"' in readme
-    assert '"num_speculative_tokens": 3, "parallel_drafting": true' in readme
+    said = '"method": "eagle3" | "num_speculative_tokens": 3, "parallel_drafting": true'
+    assert_message((folder / "README.md").read_text(), said)
     assert torch.equal(logits(load_head_for(folder, frozen)), logits(head))
 
 

@@ -112,7 +112,7 @@ def recipe_values(folder: Path) -> dict[str, Any]:
             "prompt_tokens": 24,
             "response_tokens": 12,
             "temperatures": [0.0, 0.8],
-            "generate_batch": 3,
+            "generate_batch": 5,
             "harvest_batch": 2,
             "heldout_samples": 4,
             "shard_samples": 5,

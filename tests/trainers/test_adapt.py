@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from matrix import slow
 from server_run import Running, running
 from tiny_run import build_target, recipe_with_random_head
 
@@ -85,7 +86,7 @@ def facts(server: Running) -> dict[str, object]:
     return dict(httpx.get(f"{server.url}/adapt").json())
 
 
-@pytest.mark.parametrize("count", [16, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [10, slow(200)])
 def test_texts_are_those_of_plain_decoding_while_heads_swap(recipe: Recipe, tmp_path: Path, count: int) -> None:
     heads = [random_head(recipe, tmp_path / f"head-{seed}", seed) for seed in range(4)]
     asked = [(PROMPTS[n % 40] + [n // 40 + 70], [0.0, 1.0][n % 2], n) for n in range(count)]
@@ -238,7 +239,7 @@ def test_a_better_candidate_is_served_and_rolled_back(
     monkeypatch.setattr(os, "nice", lambda _: None)
     monkeypatch.setattr(refreshing, "judge", lambda *_: BETTER)
     monkeypatch.setattr(refreshing, "LEAST", 2)
-    versions, prompts = Versions(recipe.run_dir / "versions"), PROMPTS[:12]
+    versions, prompts = Versions(recipe.run_dir / "versions"), PROMPTS[:8]
     with serving(recipe) as server:
         command.adapt(recipe, options(server))
         assert "held-out texts, 8 are needed" in capsys.readouterr().out
