@@ -41,15 +41,12 @@ def test_few_files_name_a_kind_of_head(kind: str) -> None:
 
 def test_only_a_kinds_own_files_ask_for_its_class() -> None:
     """With `isinstance(head, BlockHead)` in a trainer, each new kind is one more branch there."""
+    assert KINDS.keys() == head_kinds().keys()
     classes = {each.__name__ for each in (*KINDS.values(), *head_kinds().values())}
     asking = re.compile(rf"\bisinstance\([^()]*(?:\([^()]*\)[^()]*)*\b(?:{'|'.join(classes)})\b")
     assert asking.search("if isinstance(self.heads(one), BlockHead | Eagle3Head):")
     files = {path.relative_to(ROOT).as_posix(): text_of(path) for path in our_files()}
     assert not [name for name, text in files.items() if asking.search(text) and not name.startswith(OF_KINDS)]
-
-
-def test_every_kind_of_head_has_a_section() -> None:
-    assert KINDS.keys() == head_kinds().keys()
 
 
 OWNERS = {"recipes/schema.py", "inference/drafters/growth.py"}
@@ -76,10 +73,5 @@ def test_only_one_file_tests_a_value_of_growth() -> None:
     files = {name: growths_in_tests_of(text) for name, text in texts.items() if "growth" in text}
     assert files["inference/drafters/growth.py"] == {"chain", "searched", "cost_aware"}
     assert not {name: values for name, values in files.items() if values and name not in OWNERS}
-
-
-@pytest.mark.parametrize(
-    "test", ["x.growth == 'chain'", "d['growth'] in names('chain')", "x.growth.startswith('searched')"]
-)
-def test_a_test_of_a_growth_is_found(test: str) -> None:
-    assert growths_in_tests_of(test)
+    for test in ("x.growth == 'chain'", "d['growth'] in names('chain')", "x.growth.startswith('searched')"):
+        assert growths_in_tests_of(test)
