@@ -159,8 +159,6 @@ def test_a_date_format_in_a_variable_refused_every_row_for_a_key_that_nobody_gav
 
 CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
 RESULT = {"role": "tool", "content": "snow"}
-
-
 ASKS_SNOW, CALLS_WEATHER = user("Snow?"), says(None, tool_calls=[{"function": CALL}])
 TEXTS_ALONE = HYBRID.replace(
     "(c.function | tojson)",
@@ -193,15 +191,16 @@ def calls_with(value: Any) -> dict[str, Any]:
 def test_a_part_of_a_turn_vanished_if_its_text_stood_elsewhere_in_the_prompt(
     source: str, messages: list[dict[str, Any]], hidden: str
 ) -> None:
-    with pytest.raises(BadRow, match=f"does not write {hidden}"):
-        prompt_of(template(source), {"messages": messages})
-    answered = {"messages": [*messages, says("Yes.")]}
-    for turns in ("all", "last"):
+    answered, found = {"messages": [*messages, says("Yes.")]}, template(source)
+    for read in (
+        lambda: prompt_of(found, {"messages": messages}),
+        lambda: samples(found, answered, turns="all"),
+        lambda: samples(found, answered, turns="last"),
+        # as the answer that is trained on, if it is a call
+        lambda: samples(found, {"messages": messages[:2]} if hidden.startswith("the tool call") else answered),
+    ):
         with pytest.raises(BadRow, match=f"does not write {hidden}"):
-            samples(template(source), answered, turns=turns)
-    if messages[1].get("tool_calls"):  # as the answer that is trained on
-        with pytest.raises(BadRow, match=f"does not write {hidden}"):
-            samples(template(source), {"messages": messages[:2] if "3" not in hidden else answered["messages"]})
+            read()
 
 
 def test_tools_that_the_template_does_not_write_are_said_once_in_serving() -> None:
@@ -220,6 +219,9 @@ def test_a_template_that_wants_calls_without_content_and_arguments_as_text_gets_
     calls = '<|assistant|><|calls|>weather\n{"city": "Oslo"}<|eos|>'
     assert calls in prompt_of(found, {"messages": messages[:3]}) == served(found, messages[:3])
     words = [words for _, words in trained_on(found, {"messages": messages})]
+    half = {"function": {"name": "f", "arguments": r'{"a": "\ud800"}'}}  # of a surrogate pair: it stopped no harvest
+    broken = [user("Hi"), says(None, tool_calls=[half]), RESULT]
+    assert "\ufffd" in prompt_of(template(HYBRID), {"messages": broken}) == served(template(HYBRID), broken)
     assert words == ["\n</think>\n\n" + calls.removeprefix("<|assistant|>"), "\n</think>\n\nIt snows.<|eos|>"]
 
 
@@ -237,12 +239,6 @@ def test_reasoning_under_every_name_reaches_the_template_in_rows_and_in_serving(
         with pytest.raises(ApiError, match=r"^messages\[1\]\.no_such_field: there is no such field; content, name"):
             served(found, messages)
         assert served(found, [*messages[:1], says("Hello.", annotations=[{}], parsed=[], **{name: []}), messages[2]])
-
-
-def test_half_a_surrogate_pair_in_a_calls_arguments_did_not_stop_the_harvest() -> None:
-    call = {"function": {"name": "f", "arguments": r'{"a": "\ud800"}'}}
-    messages = [user("Hi"), says(None, tool_calls=[call]), RESULT]
-    assert "\ufffd" in prompt_of(template(HYBRID), {"messages": messages}) == served(template(HYBRID), messages)
 
 
 # What rows say besides their words
@@ -322,13 +318,16 @@ def test_a_bare_prompt_is_a_turn_of_the_user_for_a_chat_model() -> None:
     assert prompt_of(template(None), {"prompt": "What is it?"}) == "What is it?"
 
 
-def test_a_response_with_a_prompt_is_trained_on() -> None:
+def test_an_answer_with_its_prompt_is_trained_on_with_the_newlines_that_it_begins_with() -> None:
     response, completion = {"prompt": "what?", "response": "that"}, {"prompt": "go ", "completion": "on"}
     chat = [("<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n", "that<|im_end|>")]
     assert trained_on(template(CHATML), response) == chat
     assert trained_on(template(None), response) == [("what?", "that<|eos|>")]
     for source in (CHATML, None):
         assert trained_on(template(source), completion) == [("go ", "on<|eos|>")]
+    # A token of the joined text holds the newline of the prompt and those of the answer.
+    row, asked = {"messages": [user("Hi"), says("\n\nSure.")]}, served(template(CHATML), [user("Hi")])
+    assert trained_on(template(CHATML), row) == [(asked, "\n\nSure.<|im_end|>")]
 
 
 def test_a_rendered_prompt_begins_with_the_start_token_once_in_rows_and_in_serving() -> None:
@@ -374,13 +373,6 @@ def test_a_completion_got_a_space_or_an_end_token_that_the_row_does_not_have() -
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     [sample] = samples(ChatTemplate(tokenizer), {"prompt": "def f", "completion": "oo(x)"})
     assert tokenizer.decode(sample.tokens) == "<s> def foo(x)</s>"
-
-
-def test_an_answer_that_begins_with_newlines_is_kept() -> None:
-    """A token of the joined text holds the newline of the prompt and those of the answer."""
-    row = {"messages": [user("Hi"), says("\n\nSure.")]}
-    [(before, words)] = trained_on(template(CHATML), row)
-    assert (before, words) == (served(template(CHATML), [user("Hi")]), "\n\nSure.<|im_end|>")
 
 
 # All of it, for rows that nobody wrote by hand

@@ -15,10 +15,9 @@ from test_chat_masks import FAMILIES, template_of
 from tiny_run import build_chat_run, build_letters, tiny_recipe
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from headstart.common.files import append_jsonl, read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.preflight import check_harvest
-from headstart.data_pipelines.prompts import candidates as self_prompts
 from headstart.data_pipelines.prompts.candidates import CandidateWriter, UserTemplate, next_candidates
 from headstart.data_pipelines.prompts.prompts import describe_prompts, make_prompts_alone
 from headstart.data_pipelines.prompts.row_report import RowReport
@@ -82,31 +81,6 @@ def test_as_many_prompts_as_asked_for_are_usable_and_other_candidates_are_counte
     train, heldout = json.loads((recipe.prompts_dir / "rows.json").read_text())
     assert train["rows"] + heldout["rows"] == 11 + sum(rejected.values())
     assert "candidates written by the target, 8 kept; dropped" in describe_prompts(recipe)
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_after_its_last_candidate_in_batches_of_any_size(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """candidates   0..7 | 8..14 | torn line   killed   the torn one and all after it by the same command"""
-    recipe = own_recipe(folder, tmp_path, "data.generate_batch=8")
-    written: list[int] = []
-
-    def killed_in(journal: Path, rows: list[Json]) -> None:
-        append_jsonl(journal, rows)
-        was_killed = len(written) >= 20
-        written.extend(row["candidate"] for row in rows)
-        if not was_killed and len(written) >= 20:
-            journal.write_text(journal.read_text()[:-20])  # the last line is torn
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(self_prompts, "append_jsonl", killed_in)
-    monkeypatch.setattr(self_prompts, "BATCHES_TOGETHER", 1)
-    with pytest.raises(KeyboardInterrupt):
-        make_prompts_alone(recipe)
-    make_prompts_alone(recipe)
-    assert len(written) == len(set(written)) + 1  # only the torn one is written again
-    assert prompt_files(recipe) == prompt_files(tiny_recipe(folder))
 
 
 @pytest.mark.slow

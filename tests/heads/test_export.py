@@ -57,7 +57,7 @@ REFUSED = {  # head -> format -> what the refusal names
     "one tap": dict.fromkeys(("sglang", "tensorrt_llm", "speculators"), SKIPS_FC) | {"gguf": "builds fc for 3"},
     "narrow": NOT_EAGLE3,
     # SGLang has no norm before the residual and cannot capture the output of the last layer.
-    "last tap": dict.fromkeys(("sglang", "tensorrt_llm"), "norm_before_residual.*hidden_states 0 to 6 are allowed"),
+    "last tap": {"sglang": "norm_before_residual.*hidden_states 0 to 6 are allowed", "tensorrt_llm": "only vLLM has"},
     "3.1": {"gguf": "fc_norm: .*llama.cpp has no such norm.*norm_output"},
     "five taps": {"gguf": "builds fc for 3 hidden states"},
     "peagle": ONLY_VLLM,

@@ -45,6 +45,10 @@ def test_the_default_configuration_of_every_family_gives_its_sizes(family: str) 
     assert all(type(size) is int and size > 0 for size in (*sizes, found.intermediate_size, found.max_positions))
 
 
+SEQ2SEQ = {"d_model": 8, "encoder_layers": 9, "decoder_layers": 3, "encoder_attention_heads": 4}
+SEQ2SEQ |= {"decoder_attention_heads": 2, "vocab_size": 5, "max_position_embeddings": 7}
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash", "minicpm3", "mamba", "rwkv"])
 def test_a_head_of_a_target_without_plain_attention_gets_plain_sizes(family: str) -> None:
     found = TargetConfig.from_dict(written(CONFIG_MAPPING[family]()))
@@ -57,11 +61,7 @@ def test_a_head_of_a_target_without_plain_attention_gets_plain_sizes(family: str
     [
         ({"n_embd": 8, "n_head": 2, "n_layer": 3, "vocab_size": 5}, (8, 2, 3, UNLIMITED)),
         ({"d_model": 8, "n_heads": 2, "n_layers": 3, "vocab_size": 5, "max_seq_len": 7}, (8, 2, 3, 7)),
-        (
-            {"d_model": 8, "encoder_layers": 9, "decoder_layers": 3, "encoder_attention_heads": 4}
-            | {"decoder_attention_heads": 2, "vocab_size": 5, "max_position_embeddings": 7},
-            (8, 2, 3, 7),
-        ),
+        (SEQ2SEQ, (8, 2, 3, 7)),
     ],
     ids=["no limit of positions", "mpt", "a decoder beside an encoder"],
 )

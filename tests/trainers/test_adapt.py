@@ -239,7 +239,7 @@ def test_a_better_candidate_is_served_and_rolled_back(
     monkeypatch.setattr(os, "nice", lambda _: None)
     monkeypatch.setattr(refreshing, "judge", lambda *_: BETTER)
     monkeypatch.setattr(refreshing, "LEAST", 2)
-    versions, prompts = Versions(recipe.run_dir / "versions"), PROMPTS[:8]
+    versions, prompts = Versions(recipe.run_dir / "versions"), PROMPTS[:12]
     with serving(recipe) as server:
         command.adapt(recipe, options(server))
         assert "held-out texts, 8 are needed" in capsys.readouterr().out
