@@ -187,7 +187,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = chatml_tokenizer()
     build_target(folder / "target", vocab_size=len(tokenizer))
     tokenizer.save_pretrained(folder / "target")
-    rows = [{"messages": turns("a", "first words", "b", "last words")}, {"text": "plain text"}]
+    rows: list[dict[str, Any]] = [{"messages": turns("a", "first words", "b", "last words")}, {"text": "plain text"}]
     rows += [{"tokens": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1]}, {"messages": turns("c" * 120, "too much")}]
     write_jsonl(folder / "prompts.jsonl", rows)
     write_jsonl(folder / "heldout.jsonl", [{"messages": turns("a", "other words", "b", "last words")}])

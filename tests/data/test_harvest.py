@@ -163,7 +163,9 @@ def test_all_requests_of_a_batch_are_in_flight_at_once(server: tuple[str, type[S
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        *[(answer, " answers without choices") for answer in ("text", [1], {"choices": []})],
+        ("text", " answers without choices"),
+        ([1], " answers without choices"),
+        ({"choices": []}, " answers without choices"),
         (choice(token_ids=[5, 300]), " answered with token 300, 0 to 299 of the target"),
         (choice(token_ids=[5, -1]), " answered with token -1, 0 to 299 of the target"),
         (choice(), " answers without token_ids, and text alone .*; use a server that knows return_token_ids"),

@@ -192,7 +192,7 @@ def raylet_of(node: Any) -> psutil.Process:
 
 def workers_of(cluster: Any) -> list[psutil.Process]:
     children = [process for node in cluster.list_all_nodes() for process in raylet_of(node).children()]
-    return [process for process in children if process.name().startswith("ray::Worker.ma")]
+    return [process for process in children if process.name().startswith("ray::RayWorker")]
 
 
 @pytest.mark.slow

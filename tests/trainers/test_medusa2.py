@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,9 +52,9 @@ def joint(mode: str, **fields: float) -> str:
 def tuned(request: pytest.FixtureRequest, harvested: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     folder = tmp_path_factory.mktemp("tuned") / "run"
     shutil.copytree(harvested / "run", folder)
-    measured = "train.eval_prompts=1", "train.checkpoint_every=8", "report.num_prompts=1", "report.temperatures=[0.9]"
-    measured = *measured, "report.baselines=[plain, tree]"
-    recipe = tiny_recipe(harvested, f"run_dir={folder}", *MEDUSA, joint(request.param), *measured)
+    measured = "train.eval_prompts=1", "train.checkpoint_every=8"
+    reported = "report.num_prompts=1", "report.temperatures=[0.9]", "report.baselines=[plain, tree]"
+    recipe = tiny_recipe(harvested, f"run_dir={folder}", *MEDUSA, joint(request.param), *measured, *reported)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headstart.trainers.loop.LOG_EVERY", 1)
         run(recipe)
@@ -155,7 +156,7 @@ def test_the_heads_loss_and_the_divergence_both_reach_the_target(make_recipe: Ma
 
 def test_the_divergence_from_the_original_is_logged(tuned: Recipe) -> None:
     """Per token, over the held-out samples; reading them with both targets gives the same."""
-    lines = list(read_jsonl(tuned.metrics_path))
+    lines: list[Any] = list(read_jsonl(tuned.metrics_path))
     trained = [line.get("train/divergence") for line in lines if "train/loss_0" in line]
     assert trained[:2] == [None, None]  # the warm-up
     assert trained[2] == pytest.approx(0, abs=1e-6)  # the target has not moved yet
