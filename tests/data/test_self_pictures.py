@@ -29,7 +29,7 @@ from headstart.recipes.schema import DataSection
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("asked")
-    build_seeing_chat_run(folder, num_prompts=4, heldout_samples=2, generate_batch=8)
+    build_seeing_chat_run(folder, num_prompts=4, heldout_samples=2)
     harvest(tiny_recipe(folder))
     return folder
 
@@ -96,7 +96,7 @@ def test_a_killed_run_goes_on_after_its_last_candidate_in_batches_of_any_size(
     folder: Path, shown: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """candidates   0..7 | torn line   killed   the torn one and all after it by the same command, pictures too"""
-    recipe, written = own_recipe(folder, shown, "data.generate_batch=5"), list[int]()
+    recipe, written = own_recipe(folder, shown, "data.generate_batch=24"), list[int]()
 
     def killed_once(journal: Path, rows: list[Json]) -> None:
         append_jsonl(journal, rows)
