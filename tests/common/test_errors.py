@@ -5,7 +5,6 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -25,14 +24,6 @@ from headstart.recipes import load_recipe
 from headstart.trainers.objectives.medusa2 import save_model
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def umask() -> Iterator[int]:
-    """An unusual umask while a test runs: the group may write, others may not read."""
-    before = os.umask(0o007)
-    yield 0o007
-    os.umask(before)
 
 
 def failed(number: int, *paths: Path) -> OSError:
@@ -61,14 +52,11 @@ def test_the_field_nearest_to_the_path_is_named(tmp_path: Path) -> None:
     assert str(explained(failed(errno.EACCES, Path("/elsewhere")), recipe)).endswith(", or give another path")
 
 
-def test_a_file_in_place_of_a_folder_above_the_path_is_found(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_folder_is_found_and_the_name_until_a_file_is_whole_is_not_shown(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError) as error:
         (tmp_path / "file/a/b").mkdir(parents=True)
     assert f"{tmp_path}/file is a file; correct the cause" in str(explained(error.value))
-
-
-def test_the_name_until_a_file_is_whole_is_not_shown(tmp_path: Path) -> None:
     said = explained(failed(errno.ENOSPC, tmp_path / "head.partial/model.safetensors.partial"))
     assert str(said).startswith(f"{tmp_path}/head/model.safetensors: No space left")
 
@@ -177,11 +165,15 @@ def test_what_a_killed_writer_of_weights_left_is_removed_by_the_next(tmp_path: P
     assert list(tmp_path.iterdir()) == [tmp_path / "a.safetensors"]
 
 
-def test_weights_get_the_mode_of_any_other_file(tmp_path: Path, umask: int) -> None:
-    write_safetensors({"a": torch.zeros(3)}, tmp_path / "a.safetensors")
-    write_text(tmp_path / "a.json", "{}")
+def test_weights_get_the_mode_of_any_other_file(tmp_path: Path) -> None:
     config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=9, intermediate_size=8)
-    save_model(LlamaForCausalLM(config), tmp_path / "tuned")
+    before = os.umask(umask := 0o007)  # the group may write, others may not read
+    try:
+        write_safetensors({"a": torch.zeros(3)}, tmp_path / "a.safetensors")
+        write_text(tmp_path / "a.json", "{}")
+        save_model(LlamaForCausalLM(config), tmp_path / "tuned")
+    finally:
+        os.umask(before)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".safetensors", ".json"}
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~umask}

@@ -4,11 +4,13 @@ import ast
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bad_inputs import Typed, assert_raises, assert_refused, assert_told, filled, table
-from tiny_run import VOCAB_SIZE, build_tokenizer
+from tiny_run import VOCAB_SIZE, build_tokenizer, copy_run
 
+from headstart.common.files import write_jsonl
 from headstart.data_pipelines.prompts.prompts import read_prompts
 from headstart.data_pipelines.prompts.row_report import RowReport
 from headstart.data_pipelines.prompts.rows import read_rows
@@ -138,11 +140,8 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, symptom: str) -> No
 
 @pytest.fixture
 def place(harvested: Path, tmp_path: Path) -> Path:
-    """A folder whose recipe.yaml runs in it, on the shared target."""
-    text = (harvested / "recipe.yaml").read_text().replace(str(harvested), str(tmp_path))
-    (tmp_path / "recipe.yaml").write_text(text.replace(str(tmp_path / "target"), str(harvested / "target")))
-    for name in ("prompts.jsonl", "heldout.jsonl"):
-        shutil.copy(harvested / name, tmp_path / name)
+    """A folder with a recipe that has not run."""
+    shutil.rmtree(copy_run(harvested, tmp_path) / "run")
     return tmp_path
 
 
@@ -159,14 +158,12 @@ def test_prompts_that_are_no_dataset_are_named(place: Path, typed: Typed) -> Non
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        pytest.param("rows.txt", b"\xef\xbb\xbfone\r\n\r\ntwo\r\n", id="a mark at the start of a text"),
-        pytest.param("rows.json", b'[\n  {"text": "one"},\n  {\n"text": "two"}\n]\n', id="an indented array"),
-        pytest.param("rows.json", b'\xef\xbb\xbf[{"text": "one"}, {"text": "two"}]', id="a marked array"),
-        pytest.param("rows.jsonl", b'[{"text": "one"},\n{"text": "two"}]', id="an array with the wrong suffix"),
-        pytest.param("rows.JSONL", b'{"text": "one"}\n\n{"text": "two"}', id="a suffix in capitals"),
-        pytest.param(
-            "rows.jsonl", b'\xef\xbb\xbf{"text": "one", "tokens": null}\r\n{"text": "two"}', id="a marked file"
-        ),
+        ("rows.txt", b"\xef\xbb\xbfone\r\n\r\ntwo\r\n"),  # a mark at the start of a text
+        ("rows.json", b'[\n  {"text": "one"},\n  {\n"text": "two"}\n]\n'),  # an indented array
+        ("rows.json", b'\xef\xbb\xbf[{"text": "one"}, {"text": "two"}]'),  # a marked array
+        ("rows.jsonl", b'[{"text": "one"},\n{"text": "two"}]'),  # an array with the wrong suffix
+        ("rows.JSONL", b'{"text": "one"}\n\n{"text": "two"}'),  # a suffix in capitals
+        ("rows.jsonl", b'\xef\xbb\xbf{"text": "one", "tokens": null}\r\n{"text": "two"}'),  # a marked file
     ],
 )
 def test_a_file_in_an_unusual_dress_gives_its_rows(tmp_path: Path, name: str, content: bytes) -> None:
@@ -175,11 +172,6 @@ def test_a_file_in_an_unusual_dress_gives_its_rows(tmp_path: Path, name: str, co
 
 
 # What the prompts' stage drops, cuts or refuses
-
-
-def rows_of(path: Path, *rows: object) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 # The training rows, the held-out rows, data.num_prompts and data.responses: `0-12` stands for the prompts 0 to 11.
@@ -211,8 +203,8 @@ SPLIT_ROWS = {
 }
 
 
-def split_rows(text: str) -> list[object]:
-    rows: list[object] = []
+def split_rows(text: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
     for part in filled(text, **{name: json.dumps(row) for name, row in SPLIT_ROWS.items()}).split(" + "):
         row, _, times = part.partition(" * ")
         if row.startswith("{"):
@@ -225,8 +217,8 @@ def split_rows(text: str) -> list[object]:
 @pytest.mark.parametrize("symptom", SPLITS)
 def test_rows_that_are_dropped_or_cut_are_counted_and_too_many_refused(place: Path, typed: Typed, symptom: str) -> None:
     (train, heldout, count, responses), facts = SPLITS[symptom]
-    rows_of(place / "prompts.jsonl", *split_rows(train))
-    rows_of(place / "heldout.jsonl", *split_rows(heldout))
+    write_jsonl(place / "prompts.jsonl", split_rows(train))
+    write_jsonl(place / "heldout.jsonl", split_rows(heldout))
     overrides = f"data.num_prompts={count}", f"data.responses={responses}"
     outcome = typed("inspect", place / "recipe.yaml", *overrides)
     (assert_refused if symptom.startswith("refused: ") else assert_told)(outcome, facts)
@@ -296,7 +288,7 @@ a recipe's store is of another | data.store={other} | other {"target": {"path": 
     data.store | elsewhere | give a store of this target | remove data.store to harvest one
 a recipe's store says nothing of its target | data.store={other} | other {"target": null} => data.store | None
 a recipe's store lost its stage.json | data.store={store} | remove stage.json => data.store | has no stage.json
-""",
+"""
 )
 
 

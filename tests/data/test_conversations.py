@@ -11,7 +11,7 @@ from rich.console import Console
 from tiny_run import END_OF_TEXT, build_run, build_target, build_tokenizer, tiny_recipe
 from transformers import PreTrainedTokenizerFast
 
-from headstart.common.files import read_jsonl
+from headstart.common.files import read_jsonl, write_jsonl
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.inspect import inspect
@@ -34,11 +34,6 @@ def section(**fields: Any) -> DataSection:
 
 def turns(*contents: str) -> list[dict[str, str]]:
     return [{"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(contents)]
-
-
-def write_rows(path: Path, *rows: object) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 # Forms
@@ -104,10 +99,11 @@ def test_json_lines_parquet_datasets_and_text_give_the_same_rows(tmp_path: Path)
     dataset.to_parquet(tmp_path / "rows.parquet")
     dataset.save_to_disk(tmp_path / "saved")
     datasets.DatasetDict({"train": dataset}).save_to_disk(tmp_path / "splits")
-    sources = [write_rows(tmp_path / "rows.jsonl", *rows), tmp_path / "rows.parquet", tmp_path / "saved"]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
     (tmp_path / "hub").mkdir()
     dataset.to_parquet(tmp_path / "hub" / "train.parquet")
-    for source in [*map(str, sources), str(tmp_path / "splits"), f"hf:{tmp_path / 'hub'}:train"]:
+    sources = [str(tmp_path / name) for name in ("rows.jsonl", "rows.parquet", "saved", "splits")]
+    for source in [*sources, f"hf:{tmp_path / 'hub'}:train"]:
         found = list(read_rows(source))
         assert [row.line for row in found] == [1, 2], source
         assert [row.fields for row in found] == rows, source
@@ -191,10 +187,10 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = chatml_tokenizer()
     build_target(folder / "target", vocab_size=len(tokenizer))
     tokenizer.save_pretrained(folder / "target")
-    rows = [{"messages": turns("a", "first words", "b", "last words")}, {"text": "plain text"}]
+    rows: list[dict[str, Any]] = [{"messages": turns("a", "first words", "b", "last words")}, {"text": "plain text"}]
     rows += [{"tokens": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1]}, {"messages": turns("c" * 120, "too much")}]
-    write_rows(folder / "prompts.jsonl", *rows)
-    write_rows(folder / "heldout.jsonl", {"messages": turns("a", "other words", "b", "last words")})
+    write_jsonl(folder / "prompts.jsonl", rows)
+    write_jsonl(folder / "heldout.jsonl", [{"messages": turns("a", "other words", "b", "last words")}])
     harvest(given_recipe(folder))
     return folder
 
@@ -269,17 +265,16 @@ def test_the_target_answers_the_last_prompt_of_a_row_whatever_was_answered() -> 
         ({"prompt": "what?", "chosen": "that", "rejected": "this"}, "[user]what?[assistant]"),
         ({"messages": turns("a", "kept", "b", "dropped")}, "[user]a[assistant]kept[user]b[assistant]"),
     ):
-        assert (
-            template.tokenizer.decode(encode_prompt(ChatMasks(template), parse_row(row, template.is_turn)).tokens)
-            == prompt
-        )
+        tokens = encode_prompt(ChatMasks(template), parse_row(row, template.is_turn)).tokens
+        assert template.tokenizer.decode(tokens) == prompt
 
 
 # Held-out prompts and long ones
 
 
 def test_plain_texts_that_start_alike_are_not_taken_for_the_same(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "prompts.jsonl", {"text": "go on"}, {"text": "go home"})
+    path = tmp_path / "prompts.jsonl"
+    write_jsonl(path, [{"text": "go on"}, {"text": "go home"}])
     tokenizer, sizes, report = build_tokenizer(), section(responses="given"), RowReport(str(path))
     held_out = {key_of(row) for row in read_prompts(ChatTemplate(tokenizer), sizes, 1, RowReport(str(path)))}
     rows = read_prompts(ChatTemplate(tokenizer), sizes, None, report, held_out)

@@ -1,6 +1,5 @@
 """Laws of the harvest: it ends in the same features for every response writer and after any number of kills."""
 
-import json
 import multiprocessing
 import os
 import random
@@ -54,10 +53,7 @@ def test_features_too_large_for_the_disk_are_refused_before_the_responses_or_bef
     for name in ("prompts", "responses"):
         shutil.copytree(harvested / "run" / name, tmp_path / name)
     recipe, per_token = tiny_recipe(harvested, f"run_dir={tmp_path}"), bytes_per_token(32, 3, "float32")
-    usage, texts = (
-        shutil.disk_usage(tmp_path),
-        [row for split in ("train", "heldout") for row in responses(recipe, split)],
-    )
+    usage, texts = shutil.disk_usage(tmp_path), responses(recipe) + responses(recipe, "heldout")
 
     def refuse_with(tokens: int) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=tokens * per_token - 1))
@@ -78,12 +74,10 @@ def test_features_too_large_for_the_disk_are_refused_before_the_responses_or_bef
 def test_as_many_texts_decode_together_as_fit_into_memory(
     harvested: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = tiny_recipe(harvested)
+    recipe = tiny_recipe(harvested, "data.generate_batch=3")
     target, sizes = TargetModel.load(recipe.target, ()), []
-    prompts, samplings = (
-        [{"tokens": [5, 6, 7 + n]} for n in range(5)],
-        [sampling_of(recipe, "train", n) for n in range(5)],
-    )
+    prompts = [{"tokens": [5, 6, 7 + number]} for number in range(5)]
+    samplings = [sampling_of(recipe, "train", number) for number in range(5)]
 
     def watched(*given: Any) -> Iterator[tuple[int, Any]]:
         sizes.append(given[3])
@@ -100,14 +94,7 @@ def test_as_many_texts_decode_together_as_fit_into_memory(
         assert said in (printed := capsys.readouterr().out)
         assert bool(said) == bool(printed)
     assert sizes == [1, 2, 3]
-
-
-def test_ranks_that_share_a_target_decode_the_same_number_of_texts(
-    harvested: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = tiny_recipe(harvested)
-    target = TargetModel.load(recipe.target, ())
-    monkeypatch.setattr(target.ranks, "least", lambda found: found - 1)
+    monkeypatch.setattr(target.ranks, "least", lambda found: found - 1)  # ranks that share it decode the same number
     assert shard_work.texts_together(recipe, target, 36) == recipe.data.generate_batch - 1
 
 
@@ -115,7 +102,7 @@ def test_the_fullest_device_of_a_spread_target_bounds_the_texts(
     harvested: Path, make_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The whole cache was compared with what the first device had free. The second has three of the seven layers."""
-    recipe = tiny_recipe(harvested)
+    recipe = tiny_recipe(harvested, "data.generate_batch=3")
     monkeypatch.setattr(shard_work, "CHECKED_STEP_BYTES_MIN", 0)
     with pretended_cuda():
         target = TargetModel(on_two_cards(make_model()), ())
@@ -199,10 +186,8 @@ def test_an_answer_whose_tokens_are_not_the_targets_is_refused(
 
 def test_a_draft_head_writes_the_targets_own_text(tmp_path: Path) -> None:
     build_run(tmp_path)
-    recipe = tiny_recipe(tmp_path, f"data.draft_head={tmp_path / 'head'}")
-    config = json.loads((tmp_path / "target" / "generation_config.json").read_text())
-    ends = {**config, "eos_token_id": [*range(0, 300, 9)]}
-    (tmp_path / "target" / "generation_config.json").write_text(json.dumps(ends))
+    few = "data.num_prompts=5", "data.heldout_samples=1"
+    recipe = tiny_recipe(tmp_path, f"data.draft_head={tmp_path / 'head'}", *few)
     frozen = FrozenTarget.from_folder(tmp_path / "target", torch.float32)
     save_head(new_head(recipe.head, frozen, draft_vocab(recipe.head, torch.arange(300)), 0), tmp_path / "head")
     harvest(recipe)

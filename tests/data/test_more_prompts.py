@@ -3,13 +3,15 @@
 import json
 import shutil
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bad_inputs import Typed, assert_told
 from matrix import slow
 from test_harvest import start
-from tiny_run import contents, modified, tiny_recipe, write_prompts
+from tiny_run import contents, copy_run, modified, tiny_recipe, write_prompts
 
 from headstart.data_pipelines import more_prompts
 from headstart.data_pipelines.harvest import harvest
@@ -21,12 +23,7 @@ MORE = "data.num_prompts=20"
 
 @pytest.fixture
 def folder(harvested: Path, tmp_path: Path) -> Path:
-    for name in ("target", "run"):
-        shutil.copytree(harvested / name, tmp_path / name)
-    for name in ("recipe.yaml", "prompts.jsonl", "heldout.jsonl"):
-        text = (harvested / name).read_text()
-        (tmp_path / name).write_text(text.replace(str(harvested), str(tmp_path)))
-    return tmp_path
+    return copy_run(harvested, tmp_path)
 
 
 def grow(folder: Path, count: int) -> None:
@@ -79,24 +76,15 @@ def test_a_kill_while_prompts_are_added_costs_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, call: int
 ) -> None:
     grow(folder, 20)
-    calls = 0
+    holder: Any = {"claim": Stage, "unlink": Path, "write_text": more_prompts}[name]
+    calls, whole = count(1), getattr(holder, name)
 
-    def dying(whole: Callable[..., object]) -> Callable[..., object]:
-        def call_or_die(*args: object, **kwargs: object) -> object:
-            nonlocal calls
-            calls += 1
-            if calls == call:
-                raise KeyboardInterrupt
-            return whole(*args, **kwargs)
+    def call_or_die(*args: object, **kwargs: object) -> object:
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return whole(*args, **kwargs)
 
-        return call_or_die
-
-    holder, attribute = {
-        "claim": (Stage, "claim"),
-        "unlink": (Path, "unlink"),
-        "write_text": (more_prompts, "write_text"),
-    }[name]
-    monkeypatch.setattr(holder, attribute, dying(getattr(holder, attribute)))
+    monkeypatch.setattr(holder, name, call_or_die)
     with pytest.raises(KeyboardInterrupt):
         harvest(tiny_recipe(folder, MORE))
     monkeypatch.undo()
@@ -110,9 +98,8 @@ def test_rows_after_the_last_prompt_that_is_used_change_nothing(folder: Path) ->
     grow(folder, 20)
     harvest(tiny_recipe(folder, FEW))
     now = modified(folder / "run")
-    assert {name: time for name, time in now.items() if not name.startswith("prompts/")} == {
-        name: time for name, time in before.items() if not name.startswith("prompts/")
-    }
+    assert now.keys() == before.keys()
+    assert not [name for name in now if now[name] != before[name] and not name.startswith("prompts/")]
 
 
 OTHER = json.dumps({"prompt": "another"}) + "\n"
@@ -121,11 +108,7 @@ OTHER = json.dumps({"prompt": "another"}) + "\n"
 @pytest.mark.parametrize(
     ("change", "count", "said"),
     [
-        (
-            lambda rows: [OTHER, *rows[1:]],
-            20,
-            "its first 12 prompts differ from the .* of the run.* rm -r {stages}",
-        ),
+        (lambda rows: [OTHER, *rows[1:]], 20, "its first 12 prompts differ from the .* of the run.* rm -r {stages}"),
         (lambda rows: [*rows, '{"text": 5}\n'], 20, r"prompts\.jsonl line 15: text is a number"),
         (lambda rows: rows, 11, r"made with 12, the recipe says 11.* prompts can be added, not taken away"),
     ],

@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 from accelerate import PartialState
 from bad_inputs import Says, Typed, assert_raises, assert_refused
 from tiny_run import build_run, contents, quiet_environment, tiny_recipe, write_prompts
@@ -51,17 +53,15 @@ class PretendedRay:
         self.lost, self.places, self.started = lost, places, 0
 
     def remote(self, kind: type) -> Any:
-        def start(*arguments: object) -> "Handle":
+        def start(*arguments: object) -> Any:
             self.started += 1
             name = f"process {self.started} on a"
             about = {**running_code(), "the run's folder": "the same folder"}
-            calls = {"about": lambda: (name, about), "make": lambda *names: int(names[0])}
-            return Handle(
-                {
-                    method: SimpleNamespace(remote=lambda *names, call=call: (call, names))
-                    for method, call in calls.items()
-                }
-            )
+
+            def answering(call: Callable[..., Any]) -> SimpleNamespace:
+                return SimpleNamespace(remote=lambda *names: (call, names))
+
+            return type("Handle", (), {"about": answering(lambda: (name, about)), "make": answering(int)})()
 
         return SimpleNamespace(options=lambda **needs: SimpleNamespace(remote=start))
 
@@ -80,11 +80,6 @@ class PretendedRay:
 
     def cluster_resources(self) -> dict[str, float]:
         return {"CPU": self.places}
-
-
-class Handle:
-    def __init__(self, calls: dict[str, Any]) -> None:
-        vars(self).update(calls)
 
 
 @pytest.fixture
@@ -117,22 +112,17 @@ def test_no_more_workers_are_started_than_there_are_places_or_tasks(workers: Cal
     assert len(few.names) == 3
 
 
-def test_shards_that_cost_every_worker_its_life_end_the_run(workers: Callable[..., Workers]) -> None:
+def test_shards_that_cost_every_worker_its_life_and_workers_that_never_start_end_the_run(
+    workers: Callable[..., Workers],
+) -> None:
     deadly = workers(lambda *names: names == ("4",))
     said = Says(f"{TASK_LOSSES_MAX} workers failed on 4", "on a", "correct the cause", "run the same command again")
     assert_raises(lambda: list(deadly.carry_out(TASKS)), said)
-
-
-def test_workers_that_never_start_end_the_run(workers: Callable[..., Workers]) -> None:
     assert_raises(lambda: list(workers(lambda *names: not names).carry_out(TASKS)), f"{TASK_LOSSES_MAX} workers failed")
 
 
 @pytest.mark.parametrize(
-    ("fact", "value"),
-    [
-        ("commit of headstart", "abc"),
-        ("the run's folder", "/b/run, another folder"),
-    ],
+    ("fact", "value"), [("commit of headstart", "abc"), ("the run's folder", "/b/run, another folder")]
 )
 def test_a_worker_that_differs_from_the_driver_is_refused_by_name(
     workers: Callable[..., Workers], fact: str, value: str
@@ -153,19 +143,14 @@ def test_without_ray_the_command_says_how_to_get_it(
     assert_refused(outcome, Says("--on", "ray given", "not installed", "pip install -e '.[ray]'"))
 
 
-def test_two_drivers_and_a_driver_beside_a_part_are_refused(folder: Path) -> None:
-    recipe = tiny_recipe(folder)
+def test_two_drivers_a_driver_beside_a_part_and_a_draft_head_are_refused(folder: Path) -> None:
+    recipe, drafted = tiny_recipe(folder), tiny_recipe(folder, f"data.draft_head={folder / 'head'}")
+    said = Says("data.draft_head", "head given", "two targets", "leave it out")
+    assert_raises(lambda: run(drafted, None, "ray"), said)
     with only_run_in(recipe.run_dir, "harvest --on ray"):
         assert_raises(lambda: run(recipe, None, "ray"), "in use by harvest --on ray as process | wait for it")
     with only_run_in(locks_of(recipe.run_dir) / "2-of-3", "harvest --part 2/3"):
         assert_raises(lambda: run(recipe, None, "ray"), "harvest --part 2/3 as process | wait for them")
-
-
-def test_a_draft_head_is_refused(folder: Path) -> None:
-    recipe = tiny_recipe(folder, f"data.draft_head={folder / 'head'}")
-    assert_raises(
-        lambda: run(recipe, None, "ray"), Says("data.draft_head", "head given", "two targets", "leave it out")
-    )
 
 
 # A cluster
@@ -207,33 +192,31 @@ def raylet_of(node: Any) -> psutil.Process:
 
 def workers_of(cluster: Any) -> list[psutil.Process]:
     children = [process for node in cluster.list_all_nodes() for process in raylet_of(node).children()]
-    return [process for process in children if process.name().startswith("ray::Worker.ma")]
+    return [process for process in children if process.name().startswith("ray::RayWorker")]
 
 
 @pytest.mark.slow
 def test_killed_workers_nodes_and_drivers_change_nothing(folder: Path, cluster: Any) -> None:
-    recipe = (folder / "recipe.yaml").read_text().replace("num_prompts: 12", "num_prompts: 80")
-    recipe = recipe.replace("response_tokens: 12", "response_tokens: 90").replace(
-        "shard_samples: 5", "shard_samples: 2"
-    )
-    (folder / "recipe.yaml").write_text(recipe)
+    values = yaml.safe_load((folder / "recipe.yaml").read_text())
+    values["data"] |= {"num_prompts": 80, "response_tokens": 90, "shard_samples": 2}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
     write_prompts(folder / "prompts.jsonl", count=80, first=0)
     expected = undivided(folder)
     driver = start_driver(folder)
     wait_for(lambda: list(folder.glob("run/responses/*.journal")), driver)
+    driver.send_signal(signal.SIGSTOP)  # it gives out no more work, so that it cannot end before it is killed
     node = random.choice(list(cluster.worker_nodes))
     for process in raylet_of(node).children(recursive=True):
         process.kill()
     cluster.remove_node(node, allow_graceful=False)
     cluster.add_node(num_cpus=1)
-    wait_for(lambda: workers_of(cluster), driver)
     for process in workers_of(cluster):
         process.kill()
+    driver.send_signal(signal.SIGCONT)
     wait_for(lambda: "lost process" in (folder / "log").read_text(), driver)
     driver.kill()
     driver.wait()
-    again = start_driver(folder)
-    assert again.wait(300) == 0, (folder / "log").read_text()
+    assert start_driver(folder).wait(300) == 0, (folder / "log").read_text()
     assert contents(folder / "run") == expected
 
 

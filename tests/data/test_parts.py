@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import yaml
 from accelerate import PartialState
 from bad_inputs import Says, Typed, assert_raises, assert_refused, assert_told
 from matrix import slow
-from tiny_run import contents, recipe_values, tiny_recipe
+from tiny_run import contents, modified, recipe_values, tiny_recipe
 
 from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.harvest import harvest, harvest_part
@@ -35,12 +34,15 @@ def make(folder: Path, part: str, *overrides: str) -> None:
     harvest_part(tiny_recipe(folder, *overrides), Share.parse(part), PartialState())
 
 
-@pytest.mark.parametrize("parts", [["1/3", "1/2", "2/2"], slow(["3/5", "1/5", "2/5", "5/5", "4/5"])])
-def test_parts_of_any_number_and_order_leave_what_an_undivided_run_leaves(
+@pytest.mark.parametrize("parts", [["1/3", "1/2", "the rest"], slow(["3/5", "1/5", "2/5", "5/5", "4/5"])])
+def test_parts_of_any_number_and_order_and_a_plain_run_after_them_leave_what_an_undivided_run_leaves(
     folder: Path, harvested: Path, parts: list[str]
 ) -> None:
     for part in parts:
-        make(folder, part)
+        made = modified(folder / "run/features") if (folder / "run").exists() else {}
+        harvest(tiny_recipe(folder)) if part == "the rest" else make(folder, part)
+        now = modified(folder / "run/features")
+        assert all(now[name] == made[name] for name in made if name.endswith(".safetensors"))
     assert contents(folder / "run") == contents(harvested / "run")
 
 
@@ -59,25 +61,6 @@ def test_parts_that_run_at_the_same_time_make_the_prompts_and_the_manifest_once(
         process.join(300)
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert contents(folder / "run") == contents(harvested / "run")
-
-
-def test_a_plain_run_makes_what_parts_have_left_and_keeps_what_they_made(folder: Path, harvested: Path) -> None:
-    make(folder, "1/2")
-    made = (folder / "run/features/train-00000.safetensors").stat().st_mtime_ns
-    harvest(tiny_recipe(folder))
-    assert (folder / "run/features/train-00000.safetensors").stat().st_mtime_ns == made
-    assert contents(folder / "run") == contents(harvested / "run")
-
-
-def test_a_part_of_a_complete_harvest_does_not_even_load_the_target(
-    folder: Path, harvested: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(harvested / "run", folder / "run")
-    before = contents(folder / "run")
-    monkeypatch.setattr(TargetModel, "load_to_answer", lambda *given: pytest.fail("loaded"))
-    make(folder, "2/2")
-    assert "complete in" in capsys.readouterr().out
-    assert contents(folder / "run") == before
 
 
 # Company
@@ -100,15 +83,12 @@ def test_no_other_command_writes_beside_a_part(folder: Path, command: str, typed
         outcome = typed(command, str(folder / "recipe.yaml"))
         assert_refused(outcome, Says(f"{folder / 'run'}", "harvest --part 2/3 as process", "parts", "wait for them"))
         assert not (folder / "run/prompts").exists()
-
-
-def test_a_part_waits_for_no_other_command(folder: Path) -> None:
     with only_run_in(folder / "run", "training"), pytest.raises(ValueError, match="in use by training"):
-        make(folder, "1/2")
+        make(folder, "1/2")  # nor does a part wait
 
 
-def test_of_parts_that_finish_together_the_last_writes_the_manifest(
-    folder: Path, harvested: Path, capsys: pytest.CaptureFixture[str]
+def test_of_parts_that_finish_together_the_last_writes_the_manifest_and_then_none_loads_the_target(
+    folder: Path, harvested: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(folder, "1/2")
     with only_run_in(locks_of(folder / "run") / "1-of-2", "harvest --part 1/2"):  # it has not come to its end yet
@@ -116,6 +96,9 @@ def test_of_parts_that_finish_together_the_last_writes_the_manifest(
         assert "part 2/2 is made" in capsys.readouterr().out
         assert not (folder / "run/features/manifest.json").exists()
     make(folder, "1/2")
+    monkeypatch.setattr(TargetModel, "load_to_answer", lambda *given: pytest.fail("loaded"))
+    make(folder, "2/2")
+    assert "complete in" in capsys.readouterr().out
     assert contents(folder / "run") == contents(harvested / "run")
 
 
@@ -128,6 +111,7 @@ def test_a_part_of_another_recipe_or_by_other_code_is_refused_by_name(
     make(folder, "1/2")
     before = contents(folder / "run")
     for override, facts in (
+        ("target.split=tensor", "target.split: tensor given with --part 2/2 | null or layers is allowed | leave -"),
         ("seed=4", f"the prompts in {folder}/run/prompts were made from other inputs | seed: made with 3, the recipe"),
         ("data.response_tokens=13", "the responses in | data.response_tokens: made with 12"),
         ("data.dtype=int8", "the features in | data.dtype: made with 'float32'"),
@@ -138,11 +122,6 @@ def test_a_part_of_another_recipe_or_by_other_code_is_refused_by_name(
     said = f"the same code | version of torch: '{torch.__version__}' in other parts | '1.0' here | rm "
     assert_raises(lambda: make(folder, "2/2"), f"{said} | commit of headstart | 'abc' here")
     assert contents(folder / "run") == before
-
-
-def test_a_target_split_over_ranks_is_refused(folder: Path) -> None:
-    said = Says("target.split", "tensor given with --part 1/2", "null or layers is allowed", "leave --part 1/2 out")
-    assert_raises(lambda: make(folder, "1/2", "target.split=tensor"), said)
 
 
 # SIGTERM
@@ -165,7 +144,7 @@ def test_sigterm_finishes_what_has_begun_and_the_same_command_goes_on(
 
     monkeypatch.setattr(ShardProgress, "add", signalling)
     with pytest.raises(SystemExit) as stop:
-        make(folder, "1/1")
+        make(folder, "1/1", "data.generate_batch=3")
     assert stop.value.code == 143
     assert "SIGTERM: finished texts and shards are saved" in capsys.readouterr().out
     run = folder / "run"

@@ -4,8 +4,8 @@ The rows are made after public reports of what training on other tokens did; eac
 """
 
 import json
-from collections.abc import Iterator
 from datetime import date
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from matrix import slow_unless
-from test_chat_masks import FAMILIES, Family, template_of
+from test_chat_masks import FAMILIES, template_of
 from tiny_run import build_run, build_tokenizer, tiny_recipe
 from tokenizers import Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
@@ -22,14 +22,9 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from headstart.common.files import read_jsonl
+from headstart.common.files import read_jsonl, write_jsonl
 from headstart.data_pipelines.prompts import prompts as prompts_stage
-from headstart.data_pipelines.prompts.chat_masks import (
-    ChatMasks,
-    MaskedTokens,
-    encode_prompt,
-    given_samples,
-)
+from headstart.data_pipelines.prompts.chat_masks import ChatMasks, MaskedTokens, encode_prompt, given_samples
 from headstart.data_pipelines.prompts.conversations import parse_row, unread_keys
 from headstart.data_pipelines.prompts.prompts import make_prompts, read_prompts
 from headstart.data_pipelines.prompts.row_report import RowReport
@@ -104,7 +99,7 @@ def says(content: str | None, **more: Any) -> dict[str, Any]:
 
 
 def report_of(found: ChatTemplate, path: Path, *rows: dict[str, Any], **fields: Any) -> tuple[list[Any], str]:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     data, report = section(**fields), RowReport(str(path))
     return read_prompts(found, data, None, report), report.summary("prompts", data)
 
@@ -164,8 +159,6 @@ def test_a_date_format_in_a_variable_refused_every_row_for_a_key_that_nobody_gav
 
 CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
 RESULT = {"role": "tool", "content": "snow"}
-
-
 ASKS_SNOW, CALLS_WEATHER = user("Snow?"), says(None, tool_calls=[{"function": CALL}])
 TEXTS_ALONE = HYBRID.replace(
     "(c.function | tojson)",
@@ -198,15 +191,16 @@ def calls_with(value: Any) -> dict[str, Any]:
 def test_a_part_of_a_turn_vanished_if_its_text_stood_elsewhere_in_the_prompt(
     source: str, messages: list[dict[str, Any]], hidden: str
 ) -> None:
-    with pytest.raises(BadRow, match=f"does not write {hidden}"):
-        prompt_of(template(source), {"messages": messages})
-    answered = {"messages": [*messages, says("Yes.")]}
-    for turns in ("all", "last"):
+    answered, found = {"messages": [*messages, says("Yes.")]}, template(source)
+    for read in (
+        lambda: prompt_of(found, {"messages": messages}),
+        lambda: samples(found, answered, turns="all"),
+        lambda: samples(found, answered, turns="last"),
+        # as the answer that is trained on, if it is a call
+        lambda: samples(found, {"messages": messages[:2]} if hidden.startswith("the tool call") else answered),
+    ):
         with pytest.raises(BadRow, match=f"does not write {hidden}"):
-            samples(template(source), answered, turns=turns)
-    if messages[1].get("tool_calls"):  # as the answer that is trained on
-        with pytest.raises(BadRow, match=f"does not write {hidden}"):
-            samples(template(source), {"messages": messages[:2] if "3" not in hidden else answered["messages"]})
+            read()
 
 
 def test_tools_that_the_template_does_not_write_are_said_once_in_serving() -> None:
@@ -225,6 +219,9 @@ def test_a_template_that_wants_calls_without_content_and_arguments_as_text_gets_
     calls = '<|assistant|><|calls|>weather\n{"city": "Oslo"}<|eos|>'
     assert calls in prompt_of(found, {"messages": messages[:3]}) == served(found, messages[:3])
     words = [words for _, words in trained_on(found, {"messages": messages})]
+    half = {"function": {"name": "f", "arguments": r'{"a": "\ud800"}'}}  # of a surrogate pair: it stopped no harvest
+    broken = [user("Hi"), says(None, tool_calls=[half]), RESULT]
+    assert "\ufffd" in prompt_of(template(HYBRID), {"messages": broken}) == served(template(HYBRID), broken)
     assert words == ["\n</think>\n\n" + calls.removeprefix("<|assistant|>"), "\n</think>\n\nIt snows.<|eos|>"]
 
 
@@ -237,18 +234,11 @@ def test_reasoning_under_every_name_reaches_the_template_in_rows_and_in_serving(
         if name in REASONING_NAMES:
             assert "hidden" in prompt_of(found, {"messages": messages}) == served(found, messages)
             continue
-        assert {f"{name} of a turn"} == unread_keys(
-            {"messages": messages}, parse_row({"messages": messages}, found.is_turn)
-        )
+        row = {"messages": messages}
+        assert {f"{name} of a turn"} == unread_keys(row, parse_row(row, found.is_turn))
         with pytest.raises(ApiError, match=r"^messages\[1\]\.no_such_field: there is no such field; content, name"):
             served(found, messages)
         assert served(found, [*messages[:1], says("Hello.", annotations=[{}], parsed=[], **{name: []}), messages[2]])
-
-
-def test_half_a_surrogate_pair_in_a_calls_arguments_did_not_stop_the_harvest() -> None:
-    call = {"function": {"name": "f", "arguments": r'{"a": "\ud800"}'}}
-    messages = [user("Hi"), says(None, tool_calls=[call]), RESULT]
-    assert "\ufffd" in prompt_of(template(HYBRID), {"messages": messages}) == served(template(HYBRID), messages)
 
 
 # What rows say besides their words
@@ -286,32 +276,26 @@ def test_what_is_added_not_read_or_dropped_is_said(
     assert "Bye" not in str(template(source).tokenizer.decode(kept[0]["text"]))
 
 
+ONCE_MORE = "turn 2 opens <think> once more than the chat template; close it, or remove it"
+
+
 @pytest.mark.parametrize(
-    ("answer", "why"),
+    ("source", "answer", "why"),
     [
-        (says("Four.", reasoning_content="Two and two."), "does not write the reasoning of turn 2"),
-        (says("It ends <|im_end|> here."), r"turn 2 holds <\|im_end\|>, at which the target stops"),
+        (CHATML, says("Four.", reasoning_content="Two and two."), "does not write the reasoning of turn 2"),
+        (CHATML, says("It ends <|im_end|> here."), r"turn 2 holds <\|im_end\|>, at which the target stops"),
+        # A block of reasoning without its end was trained on after another.
+        (REASONING, says("<think>\nTwo and two."), ONCE_MORE),  # of a prompt that opens the block
+        (HYBRID, says("<think>Two and two."), ONCE_MORE),  # after an empty block that the template writes
+        (HYBRID, says("<think>Two and two.</think>Four."), ONCE_MORE),
+        (CHATML.replace("assistant\n", "assistant\n<think>\n"), says("<think>Two and two."), ONCE_MORE),
     ],
 )
-def test_an_answer_that_the_template_hides_or_that_holds_an_end_mark_refuses_the_row(
-    answer: dict[str, Any], why: str
+def test_an_answer_that_cannot_be_trained_on_as_it_is_refuses_the_row(
+    source: str, answer: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(BadRow, match=why):
-        samples(template(CHATML), {"messages": [user("2+2?"), answer]})
-
-
-@pytest.mark.parametrize(
-    ("source", "content"),
-    [
-        (REASONING, "<think>\nTwo and two."),  # of a prompt that opens the block
-        (HYBRID, "<think>Two and two."),  # after an empty block that the template writes
-        (HYBRID, "<think>Two and two.</think>Four."),
-        (CHATML.replace("assistant\n", "assistant\n<think>\n"), "<think>Two and two."),
-    ],
-)
-def test_a_block_of_reasoning_without_its_end_was_trained_on_after_another(source: str, content: str) -> None:
-    with pytest.raises(BadRow, match="turn 2 opens <think> once more than the chat template; close it, or remove it"):
-        trained_on(template(source), {"messages": [user("2+2?"), says(content)]})
+        samples(template(source), {"messages": [user("2+2?"), answer]})
 
 
 def test_an_empty_block_of_reasoning_was_written_twice() -> None:
@@ -334,13 +318,16 @@ def test_a_bare_prompt_is_a_turn_of_the_user_for_a_chat_model() -> None:
     assert prompt_of(template(None), {"prompt": "What is it?"}) == "What is it?"
 
 
-def test_a_response_with_a_prompt_is_trained_on() -> None:
+def test_an_answer_with_its_prompt_is_trained_on_with_the_newlines_that_it_begins_with() -> None:
     response, completion = {"prompt": "what?", "response": "that"}, {"prompt": "go ", "completion": "on"}
     chat = [("<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n", "that<|im_end|>")]
     assert trained_on(template(CHATML), response) == chat
     assert trained_on(template(None), response) == [("what?", "that<|eos|>")]
     for source in (CHATML, None):
         assert trained_on(template(source), completion) == [("go ", "on<|eos|>")]
+    # A token of the joined text holds the newline of the prompt and those of the answer.
+    row, asked = {"messages": [user("Hi"), says("\n\nSure.")]}, served(template(CHATML), [user("Hi")])
+    assert trained_on(template(CHATML), row) == [(asked, "\n\nSure.<|im_end|>")]
 
 
 def test_a_rendered_prompt_begins_with_the_start_token_once_in_rows_and_in_serving() -> None:
@@ -388,13 +375,6 @@ def test_a_completion_got_a_space_or_an_end_token_that_the_row_does_not_have() -
     assert tokenizer.decode(sample.tokens) == "<s> def foo(x)</s>"
 
 
-def test_an_answer_that_begins_with_newlines_is_kept() -> None:
-    """A token of the joined text holds the newline of the prompt and those of the answer."""
-    row = {"messages": [user("Hi"), says("\n\nSure.")]}
-    [(before, words)] = trained_on(template(CHATML), row)
-    assert (before, words) == (served(template(CHATML), [user("Hi")]), "\n\nSure.<|im_end|>")
-
-
 # All of it, for rows that nobody wrote by hand
 
 
@@ -419,6 +399,9 @@ CALLS = st.dictionaries(TEXT, VALUES, max_size=3).map(
 )
 
 
+known_template_of = cache(template_of)
+
+
 @st.composite
 def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
     messages = [{"role": "system", "content": draw(TEXT)}] if draw(st.booleans()) else []
@@ -427,28 +410,25 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
         if draw(st.integers(0, 4)) == 0:
             messages += [says(draw(st.none() | TEXT), tool_calls=draw(CALLS)), RESULT | {"content": draw(TEXT)}]
         more: dict[str, Any] = {"reasoning_content": draw(TEXT)} if draw(st.integers(0, 3)) == 0 else {}
-        messages.append(
-            says(draw(TEXT), **more, **({"weight": draw(st.integers(0, 1))} if draw(st.booleans()) else {}))
-        )
+        more |= {"weight": draw(st.integers(0, 1))} if draw(st.booleans()) else {}
+        messages.append(says(draw(TEXT), **more))
     return messages
 
 
-def answers(messages: list[dict[str, Any]]) -> Iterator[int]:
-    return (place for place, turn in enumerate(messages) if turn["role"] == "assistant" and turn.get("weight") != 0)
-
-
-def check_rows_are_as_served(name: str, messages: list[dict[str, Any]]) -> bool:
-    """Whether a row was kept; then each range follows the served prompt and ends with the family's end mark."""
-    tokenizer, masks = template_of(name)
-    family: Family = FAMILIES[name]
+@pytest.mark.parametrize("name", slow_unless(("llama3", "qwen3", "deepseek_r1", "gpt_oss", "llama2"), FAMILIES))
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@given(messages=conversations())
+def test_tokens_before_each_answer_are_the_served_prompt(name: str, messages: list[dict[str, Any]]) -> None:
+    """Each range of a row that is kept follows the served prompt and ends with the family's end mark."""
+    (tokenizer, masks), family = known_template_of(name), FAMILIES[name]
     row = {"messages": messages}
     try:
         found = given_samples(masks, parse_row(row, masks.template.is_turn), row, section(responses="given"))
     except BadRow:
-        return False
+        return
     spans = [(sample.tokens, *span) for sample in found for span in sample.spans]
-    places = list(answers(messages))
-    assert len(spans) == len(places)
+    answers = [turn["role"] == "assistant" and turn.get("weight") != 0 for turn in messages]
+    places = [place for place, is_trained_on in enumerate(answers) if is_trained_on]
     for (tokens, start, end), place in zip(spans, places, strict=True):
         asked = [{key: value for key, value in turn.items() if key != "weight"} for turn in messages[:place]]
         assert tokens[:start] == served_tokens(masks.template, asked)
@@ -457,29 +437,16 @@ def check_rows_are_as_served(name: str, messages: list[dict[str, Any]]) -> bool:
             assert words.endswith(family.end.strip())
             assert messages[place]["content"].rpartition("</think>")[2].strip() in words
             assert not family.end or words.count(family.end.strip()) == 1
-    return True
-
-
-@pytest.mark.parametrize("name", slow_unless(("llama3", "qwen3", "deepseek_r1", "gpt_oss", "llama2"), FAMILIES))
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
-@given(messages=conversations())
-def test_tokens_before_each_answer_are_the_served_prompt(name: str, messages: list[dict[str, Any]]) -> None:
-    check_rows_are_as_served(name, messages)
 
 
 def test_calls_took_the_form_of_the_template_for_conversations_without_tools() -> None:
     """A tokenizer with a template for tools: its calls have text arguments, and the default one has no calls."""
     found = template(CHATML)
     found.tokenizer.chat_template = {"default": CHATML, "tool_use": REASONING}
-    tools = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}]
-    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
-    turns: list[dict[str, Any]] = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-    ]
-    assert '<|calls|>look\n{"at": "sky"}<|eos|>' in found.render(turns, tools)
-    assert "look" not in found.render(turns)
+    turns = [user("a"), says("", tool_calls=[{"type": "function", "function": CALL}])]
+    assert '<|calls|>weather\n{"city": "Oslo"}<|eos|>' in found.render(turns, TOOLS)
+    assert "weather" not in found.render(turns)
     developer = [{"role": "developer", "content": "b"}]
     found.tokenizer.chat_template = {"default": CHATML, "tool_use": CHATML + "{# developer #}"}
-    assert found.render(developer, tools, ask=False) == "<|im_start|>developer\nb<|im_end|>\n"
+    assert found.render(developer, TOOLS, ask=False) == "<|im_start|>developer\nb<|im_end|>\n"
     assert found.render(developer, ask=False) == "<|im_start|>system\nb<|im_end|>\n"

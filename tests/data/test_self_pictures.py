@@ -29,7 +29,7 @@ from headstart.recipes.schema import DataSection
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("asked")
-    build_seeing_chat_run(folder)
+    build_seeing_chat_run(folder, num_prompts=4, heldout_samples=2)
     harvest(tiny_recipe(folder))
     return folder
 
@@ -68,12 +68,12 @@ def test_every_second_candidate_asks_about_a_picture_as_a_server_renders_it(fold
 def test_both_kinds_are_kept_held_out_and_harvested(folder: Path) -> None:
     recipe, kept = tiny_recipe(folder), candidates(tiny_recipe(folder)).values()
     rows = {split: list(read_jsonl(recipe.prompts_dir / f"{split}.jsonl")) for split in ("heldout", "train")}
-    assert {split: len(each) for split, each in rows.items()} == {"heldout": 3, "train": 8}
+    assert {split: len(each) for split, each in rows.items()} == {"heldout": 2, "train": 4}
     expected = [(row["tokens"], row.get("images")) for row in kept if row["rejected"] is None]
     found = [(row["tokens"], row.get("images")) for each in rows.values() for row in each]
     assert [each for each in expected if each in found] == found  # in the order of the candidates
     assert {"images" in row for row in rows["train"]} == {True, False}
-    assert len(FeatureStore(recipe.features_dir, "train")) == 8
+    assert len(FeatureStore(recipe.features_dir, "train")) == 4
 
 
 def test_a_target_writes_other_words_about_another_picture_and_the_run_of_the_first_is_refused(
@@ -88,30 +88,30 @@ def test_a_target_writes_other_words_about_another_picture_and_the_run_of_the_fi
     assert all(same[number] for number in same if number % 2 == 0)
     assert not any(same[number] for number in same if number % 2 == 1 and len(before[number]["turns"][0]) > 9)
     picture("yellow").save(shown / "red.png")
-    assert_raises(
-        lambda: make_prompts_alone(recipe), "data.self_pictures: the content has changed | choose another run_dir"
-    )
+    said = "data.self_pictures: the content has changed | choose another run_dir"
+    assert_raises(lambda: make_prompts_alone(recipe), said)
 
 
-def test_a_killed_run_goes_on_with_the_pictures_of_its_last_candidate(
+def test_a_killed_run_goes_on_after_its_last_candidate_in_batches_of_any_size(
     folder: Path, shown: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, written = own_recipe(folder, shown), list[int]()
+    """candidates   0..7 | torn line   killed   the torn one and all after it by the same command, pictures too"""
+    recipe, written = own_recipe(folder, shown, "data.generate_batch=24"), list[int]()
 
     def killed_once(journal: Path, rows: list[Json]) -> None:
         append_jsonl(journal, rows)
-        was_killed = len(written) >= 10
+        was_killed = len(written) >= 5
         written.extend(row["candidate"] for row in rows)
-        if not was_killed and len(written) >= 10:
+        if not was_killed and len(written) >= 5:
+            journal.write_text(journal.read_text()[:-20])  # the last line is torn
             raise KeyboardInterrupt
 
     monkeypatch.setattr(self_prompts, "append_jsonl", killed_once)
     with pytest.raises(KeyboardInterrupt):
         make_prompts_alone(recipe)
     make_prompts_alone(recipe)
-    assert len(written) == len({*written})
-    made = contents(recipe.prompts_dir)
-    its = contents(tiny_recipe(folder).prompts_dir)
+    assert len(written) == len({*written}) + 1  # only the torn one is written again
+    made, its = contents(recipe.prompts_dir), contents(tiny_recipe(folder).prompts_dir)
     assert all(made[name] == its[name] for name in ("train.jsonl", "heldout.jsonl", "rows.json"))
 
 

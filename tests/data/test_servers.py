@@ -117,6 +117,8 @@ def test_a_server_of_another_model_is_refused_by_name(stack: ExitStack) -> None:
 
 TAPS, LAYERS = (1, 2, 3), 4
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor] | None]
+Start = Callable[..., str]
+Making = Callable[..., Recipe]
 
 
 class Writer(Server):
@@ -166,9 +168,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
 def start(tmp_path: Path, target: TargetModel) -> Iterator[Callable[..., str]]:
     (tmp_path / "written").mkdir()
     with ExitStack() as stack:
-        yield lambda **fields: stack.enter_context(
-            serving(Writer, target=target, folder=tmp_path / "written", **fields)
-        )[0]
+        own = {"target": target, "folder": tmp_path / "written"}
+        yield lambda **fields: stack.enter_context(serving(Writer, **own, **fields))[0]
 
 
 @pytest.fixture
@@ -183,11 +184,7 @@ def with_states(harvested: Path, tmp_path: Path) -> Callable[..., Recipe]:
 
 
 def test_states_of_vllm_are_those_of_the_target_and_its_files_are_removed(
-    harvested: Path,
-    tmp_path: Path,
-    start: Callable[..., str],
-    with_states: Callable[..., Recipe],
-    capsys: pytest.CaptureFixture[str],
+    harvested: Path, tmp_path: Path, start: Start, with_states: Making, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also if a server ends between two texts. Features of the target itself do not continue as vLLM's."""
     own = tiny_recipe(harvested, f"run_dir={tmp_path / 'own'}", f"data.server={start()}")
@@ -228,12 +225,8 @@ def test_texts_that_leave_no_room_for_the_token_that_vllm_writes_are_refused(har
         harvest(tiny_recipe(harvested, f"run_dir={tmp_path}", *values))
 
 
-def with_other_tokens(content: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {**content, "token_ids": content["token_ids"] + 1}
-
-
-def of_another_model(content: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {**content, "hidden_states": content["hidden_states"].flip(-1).contiguous()}
+def reversing(name: str) -> Change:
+    return lambda content: {**content, name: content[name].flip(-1)}
 
 
 @pytest.mark.parametrize(
@@ -242,18 +235,14 @@ def of_another_model(content: dict[str, Tensor]) -> dict[str, Tensor]:
         ({"layers": (0, 1, 2, 4)}, ("1, 2, 3, 4 and wrote 0, 1, 2, 4", "started for other taps")),
         ({"layers": (0, 1, 2, 3)}, ("wrote 0, 1, 2, 3", "other taps, or numbers them in another way")),
         ({"layers": (1, 2, 3, 5)}, ("wrote 1, 2, 3, the last one after the final norm", "cannot be computed")),
-        ({"change": of_another_model}, ("differ from all of the target's", "serves another model")),
-        ({"change": with_other_tokens}, ("other tokens than it was sent", "takes token ids as they are")),
+        ({"change": reversing("hidden_states")}, ("differ from all of the target's", "serves another model")),
+        ({"change": reversing("token_ids")}, ("other tokens than it was sent", "takes token ids as they are")),
         ({"change": lambda content: None}, ("cannot be read here", "shared_storage_path must be a folder")),
         ({"more": Server.more}, ("did not write hidden states", "is started by\n  vllm serve")),
     ],
 )
 def test_a_server_with_other_states_is_named_before_anything_is_written(
-    tmp_path: Path,
-    start: Callable[..., str],
-    with_states: Callable[..., Recipe],
-    fields: dict[str, Any],
-    parts: tuple[str, ...],
+    tmp_path: Path, start: Start, with_states: Making, fields: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
     """The right server beside it is not asked for a text either."""
     recipe, wrong = with_states(start(), url := start(**fields)), url
@@ -266,10 +255,7 @@ def test_a_server_with_other_states_is_named_before_anything_is_written(
 
 
 def test_of_a_target_too_large_to_load_the_last_state_is_checked(
-    start: Callable[..., str],
-    with_states: Callable[..., Recipe],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    start: Start, with_states: Making, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(vllm_states, "free_memory", lambda device: 0)
     for last, cause in ((5, "it is after the final norm: training needs the last state before"), (2, "another state")):
@@ -283,7 +269,7 @@ def test_of_a_target_too_large_to_load_the_last_state_is_checked(
 
 
 def test_states_that_are_not_finite_are_refused_in_the_middle_and_whole_shards_are_kept(
-    start: Callable[..., str], with_states: Callable[..., Recipe]
+    start: Start, with_states: Making
 ) -> None:
     texts: list[int] = []
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import PartialState
+from exported import edit_tensors
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_run import build_run, contents, tiny_recipe, write_shard
@@ -102,19 +103,12 @@ def test_samples_written_in_any_order_give_the_file_that_safetensors_writes_of_a
     assert not (tmp_path / "shard.partial").exists()
 
 
-def run_with(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    build_run(folder)
-    path = folder / "target" / "model.safetensors"
-    weights = load_file(path)
-    weights["model.embed_tokens.weight"] = change(weights["model.embed_tokens.weight"])
-    save_file(weights, path, {"format": "pt"})
-
-
 @pytest.mark.parametrize("checked_first", [True, False])
 def test_states_too_large_for_the_format_stop_the_harvest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked_first: bool
 ) -> None:
-    run_with(tmp_path, lambda embedding: embedding * 1e6)
+    build_run(tmp_path)
+    edit_tensors(tmp_path / "target", lambda tensors: tensors["model.embed_tokens.weight"].mul_(1e6))
     if not checked_first:  # as if only later texts had such states
         monkeypatch.setattr(harvest_stages, "check_states", lambda *_: None)
     recipe = tiny_recipe(tmp_path, "data.dtype=float16")
@@ -128,22 +122,25 @@ def test_states_too_large_for_the_format_stop_the_harvest(
 # The commands
 
 
-def test_numbers_in_a_store_that_are_not_finite_are_found(harvested: Path, tmp_path: Path) -> None:
-    shutil.copytree(harvested / "run" / "features", tmp_path / "features")
-    refuse_damage(tmp_path / "features")
-    about = read_manifest(tmp_path / "features")
-    path = tmp_path / "features" / "heldout-00000.safetensors"
+@pytest.fixture
+def folder(harvested: Path, tmp_path: Path) -> Path:
+    """A copy of the features."""
+    return shutil.copytree(harvested / "run/features", tmp_path / "features")
+
+
+def test_numbers_in_a_store_that_are_not_finite_are_found(folder: Path, tmp_path: Path) -> None:
+    refuse_damage(folder)
+    about, path = read_manifest(folder), folder / "heldout-00000.safetensors"
     spoiled = load_file(path)
     spoiled["tap.3"][4, 5] = math.inf
     save_file(spoiled, path)
-    write_manifest(tmp_path / "features", [shard["file"] for shard in about["shards"]], about)
+    write_manifest(folder, [shard["file"] for shard in about["shards"]], about)
     for refuses in (refuse_damage, lambda folder: merge(tmp_path / "merged", [folder])):
         with pytest.raises(ValueError, match=r"heldout-00000\.safetensors: its tap\.3 holds .*another data\.dtype"):
-            refuses(tmp_path / "features")
+            refuses(folder)
 
 
-def test_a_flipped_bit_anywhere_in_a_shard_is_found_and_named(harvested: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(harvested / "run" / "features", tmp_path / "features")
+def test_a_flipped_bit_anywhere_in_a_shard_is_found_and_named(folder: Path) -> None:
     assert not verify(folder)
     path = folder / "train-00001.safetensors"
     sound = path.read_bytes()
@@ -190,15 +187,12 @@ def test_a_merged_store_holds_all_samples_and_serves_a_recipe(harvested: Path, t
             assert vars(merged[number])[name].equal(tensor)
 
 
-def test_a_shared_shard_is_merged_once_and_its_origin_is_kept(harvested: Path, tmp_path: Path) -> None:
-    source = harvested / "run" / "features"
-    shutil.copytree(source, tmp_path / "copy")
-    merge(tmp_path / "merged", [source, tmp_path / "copy"])
+def test_a_shared_shard_is_merged_once_and_its_origin_is_kept(harvested: Path, folder: Path, tmp_path: Path) -> None:
+    merge(tmp_path / "merged", [harvested / "run/features", folder])
     found = read_manifest(tmp_path / "merged")
-    assert sorted(map(str, found["shards"])) == sorted(map(str, read_manifest(source)["shards"]))
-    assert [(about["mask_rule"], about["written_by"]) for about in found["merged_from"]] == [
-        ("response", "plain decoding")
-    ] * 2
+    assert sorted(map(str, found["shards"])) == sorted(map(str, read_manifest(folder)["shards"]))
+    origins = [(about["mask_rule"], about["written_by"]) for about in found["merged_from"]]
+    assert origins == [("response", "plain decoding")] * 2
 
 
 # Order and reading
@@ -253,10 +247,9 @@ def checksums(monkeypatch: pytest.MonkeyPatch) -> Checksums:
 
 
 def test_the_first_sample_of_a_shard_does_not_wait_for_the_checksum_of_the_whole(
-    harvested: Path, tmp_path: Path, checksums: Checksums
+    folder: Path, checksums: Checksums
 ) -> None:
     """Each shard was read whole for its first sample: 2 TB in the first steps of a large run. Damage is still found."""
-    folder = shutil.copytree(harvested / "run" / "features", tmp_path / "features")
     checksums.allowed.set()
     sound = FeatureStore(folder, "train")
     expected = [sound[number] for number in range(len(sound))]
@@ -275,7 +268,7 @@ def test_the_first_sample_of_a_shard_does_not_wait_for_the_checksum_of_the_whole
 
 
 class Counted:
-    """An open shard that counts the bytes that are read from it."""
+    """An open shard that counts the bytes that are read from it; it stands for each of its slices, too."""
 
     def __init__(self, opened: Any) -> None:
         self.opened, self.num_bytes = opened, 0
@@ -283,16 +276,14 @@ class Counted:
     def get_tensor(self, name: str) -> Tensor:
         return self.get_slice(name)[:]
 
-    def get_slice(self, name: str) -> Any:
-        whole = self.opened.get_slice(name)
+    def get_slice(self, name: str) -> "Counted":
+        self.whole = self.opened.get_slice(name)
+        return self
 
-        class Slice:
-            def __getitem__(_, rows: slice) -> Tensor:
-                read = whole[rows]
-                self.num_bytes += read.nbytes
-                return read
-
-        return Slice()
+    def __getitem__(self, rows: slice) -> Tensor:
+        read: Tensor = self.whole[rows]
+        self.num_bytes += read.nbytes
+        return read
 
 
 @pytest.mark.parametrize("storage", ["bfloat16", "int8"])

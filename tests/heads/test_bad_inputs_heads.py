@@ -1,19 +1,19 @@
 """Table of bad heads: damaged files, heads of another target, and what export, convert, lint, doctor and report say."""
 
 import json
+import math
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from bad_inputs import Outcome, Typed, assert_raises, assert_refused, assert_told, table
+from bad_inputs import Typed, assert_raises, assert_refused, assert_told, table
 from exported import LIMITED, edit_config, edit_tensors
-from safetensors.torch import load_file, save_file
 from tiny_run import build_target, build_tokenizer, recipe_values, write_prompts
 from torch import Tensor
 
@@ -54,23 +54,12 @@ def place(
 
 @pytest.fixture
 def copied(place: Path, tmp_path: Path) -> Callable[..., Path]:
-    def copy(edit: Edit, source: str = "head", name: str = "damaged") -> Path:
-        shutil.copytree(place / source, tmp_path / name)
-        edit(tmp_path / name)
-        return tmp_path / name
+    def copy(edit: Edit, source: str = "head") -> Path:
+        folder = shutil.copytree(place / source, tmp_path / "damaged")
+        edit(folder)
+        return folder
 
     return copy
-
-
-@pytest.fixture
-def type_in(place: Path, tmp_path: Path, typed: Typed) -> Callable[[str], Outcome]:
-    """type_in(line): run `headstart LINE`, in which {place} and {tmp} stand for the folders of the test."""
-
-    def run(line: str) -> Outcome:
-        arguments = [word.format(place=place, tmp=tmp_path) for word in shlex.split(line)]
-        return typed(*arguments)
-
-    return run
 
 
 def config(edit: Callable[[Config], object]) -> Edit:
@@ -82,25 +71,8 @@ def own(**keys: Any) -> Edit:
     return config(lambda found: found["headstart"].update(keys))
 
 
-def tensors(edit: Callable[[Tensors], object]) -> Edit:
-    def damage(folder: Path) -> None:
-        found = load_file(folder / "model.safetensors")
-        edit(found)
-        save_file({name: tensor.contiguous().clone() for name, tensor in found.items()}, folder / "model.safetensors")
-
-    return damage
-
-
 def put(name: str, change: Callable[[Tensor], Tensor]) -> Edit:
-    return tensors(lambda found: found.update({name: change(found[name])}))
-
-
-def full_of(value: float) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: torch.full_like(tensor, value)
-
-
-def write(name: str, content: bytes) -> Edit:
-    return lambda folder: (folder / name).write_bytes(content)
+    return lambda folder: edit_tensors(folder, lambda found: found.update({name: change(found[name])}))
 
 
 def beside(name: str, content: str) -> Edit:
@@ -111,16 +83,9 @@ def removed(name: str) -> Edit:
     return lambda folder: (folder / name).unlink()
 
 
-def linked(name: str) -> Edit:
-    def replace(folder: Path) -> None:
-        (folder / name).unlink()
-        (folder / name).symlink_to("/nowhere/at/all")
-
-    return replace
-
-
-def renamed(name: str) -> Edit:
-    return lambda folder: (folder / "model.safetensors").rename(folder / name)
+def linked(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("/nowhere/at/all")
 
 
 def replaced_by(source: str) -> Edit:
@@ -129,12 +94,6 @@ def replaced_by(source: str) -> Edit:
         shutil.copytree(folder.parent / source, folder)
 
     return replace
-
-
-def from_another_target(folder: Path) -> None:
-    """Add a copy of an embedding that has nothing to do with the target's, as published heads carry one."""
-    embedding = torch.randn(97, 32, generator=torch.Generator().manual_seed(9))
-    edit_tensors(folder, lambda found: found.update({"embed_tokens.weight": embedding}))
 
 
 def another_head(folder: Path) -> None:
@@ -162,14 +121,14 @@ ONE_CHANCE = {"greedy": [1.0], "sampled": [1.0], "tree": {"paths": [[0], [1]], "
 EDITS: dict[str, Edit] = {
     "nothing": lambda folder: None,
     "UP of 8 bits": put(UP, lambda tensor: tensor.to(torch.float8_e4m3fn)),
-    "NaN": put(UP, full_of(float("nan"))),
+    "NaN": put(UP, lambda tensor: torch.full_like(tensor, math.nan)),
     "negated": put("lm_head.weight", torch.neg),
     "weights cut": lambda folder: os.truncate(folder / "model.safetensors", 5000),
     "no weights": removed("model.safetensors"),
-    "pickle": renamed("pytorch_model.bin"),
+    "pickle": lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
     "no config": removed("config.json"),
-    "config linked": linked("config.json"),
-    "config {}": write("config.json", b"{}"),
+    "config linked": linked,
+    "config {}": lambda folder: (folder / "config.json").write_text("{}"),
     "one chance": own(calibration=ONE_CHANCE),
     "map of ids": put("d2t", lambda d2t: d2t + torch.arange(len(d2t))),
     "empty map": put("d2t", lambda d2t: d2t[:0]),
@@ -184,7 +143,10 @@ EDITS: dict[str, Edit] = {
     "no engines": own(engines=[]),
     "draft vocab 99": config(lambda found: found.update(draft_vocab_size=99)),
     "float3": config(lambda found: found.update(torch_dtype="float3")),
-    "other embedding": from_another_target,
+    # Published heads carry a copy of an embedding; this one has nothing to do with the target's.
+    "other embedding": lambda folder: edit_tensors(
+        folder, lambda found: found.update({"embed_tokens.weight": torch.randn(97, 32)})
+    ),
     "another head": another_head,
     "foreign": replaced_by("foreign"),
     "target": replaced_by("target"),
@@ -313,14 +275,9 @@ told by convert: a vocabulary of another size | draft vocab 99 | CONVERT => draf
 """)
 
 
-def typed(line: str) -> str:
-    first, _, more = line.partition(" ")
-    return f"{LINES.get(first, first)} {more}"
-
-
 @pytest.mark.parametrize("symptom", COMMANDS)
 def test_a_command_tells_what_is_wrong(
-    symptom: str, copied: Callable[..., Path], type_in: Callable[[str], Outcome], place: Path, tmp_path: Path
+    symptom: str, copied: Callable[..., Path], typed: Typed, place: Path, tmp_path: Path
 ) -> None:
     [edit, line], facts = COMMANDS[symptom]
     (tmp_path / "questions.jsonl").write_text('{"text": "the target writes"}\n')
@@ -328,32 +285,26 @@ def test_a_command_tells_what_is_wrong(
         (tmp_path / name).symlink_to(place / name)
     copied(EDITS[edit])
     check = assert_told if symptom.startswith("told") else assert_refused
-    check(type_in(typed(line)), facts.replace("UP ", f"{UP} "))
+    first, _, more = line.partition(" ")
+    words = shlex.split(f"{LINES.get(first, first)} {more}")
+    check(typed(*(word.format(place=place, tmp=tmp_path) for word in words)), facts.replace("UP ", f"{UP} "))
 
 
-def test_the_commands_of_an_export_quote_its_folder(
-    place: Path, tmp_path: Path, type_in: Callable[[str], Outcome]
-) -> None:
-    name = """it's a "quote", $HOME; or not"""
-    out = tmp_path / name / "export/vllm"
-    line = ["export", "{place}/recipe.yaml", "decode.head={place}/head", "export.format=vllm"]
-    line.append(f"run_dir={tmp_path / name}")
-    assert type_in(shlex.join(line)).code == 0
+def test_the_commands_of_an_export_quote_its_folder(place: Path, tmp_path: Path, typed: Typed) -> None:
+    run = tmp_path / """it's a "quote", $HOME; or not"""
+    out, head = run / "export/vllm", place / "head"
+    overrides = f"decode.head={head}", "export.format=vllm", f"run_dir={run}"
+    assert typed("export", place / "recipe.yaml", *overrides).code == 0
     readme = (out / "README.md").read_text()
     commands = [block.strip() for block in readme.split("```")[1::2]]
     served = next(shlex.split(block) for block in commands if block.startswith("vllm serve"))
     assert served[2] == str(place / "target")
     assert json.loads(served[-1])["model"] == str(out)
     python = next(block for block in commands if "from_folders" in block)
-    assert arguments_of(python) == [str(place / "target"), str(out)]
+    given = python.rpartition("(")[2].rpartition(")")[0]  # to the last call
+    assert yaml.safe_load(f"[{given}]") == [str(place / "target"), str(out)]
     launched = next(shlex.split(block) for block in commands if "sglang" in block)
     assert str(out) in launched
     written = next(block for block in commands if "speculative_config" in block)
     answers = written.partition("<<'END'\n")[2].partition("\nEND")[0]
     assert yaml.safe_load(answers)["speculative_config"]["speculative_model"] == str(out)
-
-
-def arguments_of(python: str) -> Sequence[str]:
-    """The texts that the last call of a Python snippet is given."""
-    found: list[str] = yaml.safe_load(f"[{python.rpartition('(')[2].rpartition(')')[0]}]")
-    return found

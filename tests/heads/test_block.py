@@ -87,10 +87,10 @@ def test_the_pass_of_training_is_that_of_drafting_with_a_cache(make_head: MakeHe
 
 def plain_kernel() -> CausalKernel:
     def banded(query: Tensor, window: int | None) -> Tensor:
-        places = torch.arange(query.shape[2], device=query.device)
+        places = torch.arange(query.shape[2])
         ago = places.unsqueeze(1) - places
         seen = (ago >= 0) & (ago < (window or len(places)))
-        return torch.zeros(seen.shape, device=query.device).masked_fill_(~seen, -torch.inf)
+        return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
 
     def with_window(window: int | None) -> CausalKernel:
         return per_document(

@@ -44,7 +44,7 @@ def test_calibration_counts_only_scores_at_places_that_a_tree_reaches() -> None:
 def test_the_fitted_gumbel_weight_reflects_how_often_the_target_follows_the_gumbel_noise() -> None:
     """A confident target often ignores the Gumbel noise, and then full weight drafts worse than no Gumbel noise."""
     generator = torch.Generator().manual_seed(0)
-    count, vocab = 4000, 6
+    count, vocab = 1500, 6
     log_q = torch.randn(count, vocab, generator=generator).log_softmax(-1)
     gumbel = -torch.rand(count, vocab, generator=generator).log().neg().log()
     following = (log_q + gumbel).argmax(-1)
@@ -80,7 +80,7 @@ def test_a_fitted_calibration_is_in_range_and_repeatable_and_survives_config_jso
     target: TargetModel, make_head: MakeHead
 ) -> None:
     head = make_head()
-    prompts = [Request(tokens, 8) for tokens in ([5, 6, 7], [9, 2])]
+    prompts = [Request(tokens, 5) for tokens in ([5, 6, 7], [9, 2])]
     fitted = fit_calibration(target, head, prompts, depth=3)
     assert all(0.25 <= value <= 5.02 for value in (*fitted.greedy, *fitted.sampled))
     assert fitted.greedy != (1.0, 1.0, 1.0)  # random scores do not happen to be calibrated

@@ -9,18 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from exported import (
-    EVERY_HEAD,
-    LIMITED,
-    exported,
-    files_in_memory,
-    logits,
-    read_config,
-    read_tensors,
-    same_bits,
-)
+from exported import EVERY_HEAD, LIMITED, exported, files_in_memory, logits, read_config, read_tensors, same_bits
 from safetensors.torch import save_file
 
+from headstart.heads.base import DraftHead
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats.convert import convert
 from headstart.heads.formats.published import import_head
@@ -141,26 +133,23 @@ def test_a_speculators_head_with_its_norm_before_the_residual_is_converted(
     assert not torch.equal(logits(back), logits(make_head(vocab=LIMITED)))
 
 
-def test_prefixed_names_and_shards_are_read(make_head: MakeHead, target_folder: Path, tmp_path: Path) -> None:
-    folder = exported(make_head(), tmp_path, target_folder, "vllm")
+def test_prefixed_names_and_shards_are_read_and_a_broken_index_of_shards_is_named(
+    head: DraftHead, export_as: Callable[..., Path], target_folder: Path, tmp_path: Path
+) -> None:
+    folder = export_as(head, "vllm")
     tensors = {f"model.{name}" if name != "lm_head.weight" else name: t for name, t in read_tensors(folder).items()}
     (folder / "model.safetensors").unlink()
     weight_map = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(tensors)}
     for part in set(weight_map.values()):
         save_file({name: tensors[name] for name in tensors if weight_map[name] == part}, folder / part)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
     assert "names: the prefix `model.` was removed" in convert(folder, tmp_path / "back", str(target_folder))
     assert same_bits(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "head"))
-
-
-@pytest.mark.parametrize("content", ["", '{"weight_map": 3}', '{"weight_map": {"fc.weight": "gone"}}'])
-def test_a_broken_index_of_shards_is_named(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, content: str
-) -> None:
-    folder = exported(make_head(), tmp_path, target_folder, "vllm")
-    (folder / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(ValueError, match=r"index\.json names no shards|gone cannot be read"):
-        convert(folder, tmp_path / "back", str(target_folder))
+    for content in ("", '{"weight_map": 3}', '{"weight_map": {"fc.weight": "gone"}}'):
+        index.write_text(content)
+        with pytest.raises(ValueError, match=r"index\.json names no shards|gone cannot be read"):
+            convert(folder, tmp_path / "again", str(target_folder))
 
 
 def damaged(tensors: dict[str, Any]) -> None:
@@ -180,10 +169,6 @@ def ambiguous(config: dict[str, Any]) -> None:
     config.update(speculators_model_type="mtp", pard_token=5, eagle_aux_hidden_state_layer_ids=[2, 3])
 
 
-def nothing(_: dict[str, Any]) -> None:
-    pass
-
-
 NAMED = """
 midlayer.hidden_norm.weight is missing | norm.weight is missing | layers.1.mlp.up_proj.weight is unknown
     | midlayer.mlp.up_proj.weight is [40, 31] but should be [40, 32] | exactly the tensors that config.json
@@ -196,15 +181,15 @@ norm_before_residual: missing | speculators_model_type 'mtp' | a P-EAGLE head, w
 lm_heads.0.weight | a matrix is required
 """.replace("\n    ", " ")
 REFUSED: dict[str, tuple[str, Edit, Edit]] = {  # format, edits of config.json and tensors
-    "missing, misshapen and unknown tensors": ("speculators", nothing, damaged),
+    "missing, misshapen and unknown tensors": ("speculators", dict, damaged),
     "tensors of a head that is refused for its config.json": (
         "vllm",
         lambda config: config.update(hidden_act="gelu"),
         lambda tensors: [tensors.pop("norm.weight"), tensors.update(extra=torch.ones(2))],
     ),
-    "everything that headstart cannot represent": ("vllm", unlike_ours, nothing),
-    "ambiguous and other kinds": ("speculators", ambiguous, nothing),
-    "the first lm_head of Medusa is missing": ("medusa", nothing, lambda tensors: tensors.pop("lm_heads.0.weight")),
+    "everything that headstart cannot represent": ("vllm", unlike_ours, dict),
+    "ambiguous and other kinds": ("speculators", ambiguous, dict),
+    "the first lm_head of Medusa is missing": ("medusa", dict, lambda tensors: tensors.pop("lm_heads.0.weight")),
 }
 
 
@@ -213,7 +198,7 @@ def test_everything_wrong_with_a_head_is_named_at_once(
     make_head: MakeHead, frozen: FrozenTarget, symptom: str, parts: str
 ) -> None:
     name, edit_config, edit_tensors = REFUSED[symptom]
-    files = published(make_head("medusa"), "vllm") if name == "medusa" else published(make_head(), name)
+    files = published(make_head("medusa" if name == "medusa" else "eagle3"), name.replace("medusa", "vllm"))
     edit_config(files.config)
     edit_tensors(files.tensors)
     with pytest.raises(ValueError, match=str(files.folder)) as error:

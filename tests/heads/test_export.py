@@ -3,11 +3,13 @@
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bad_inputs import assert_message
 from exported import (
     EVERY_HEAD,
     LIMITED,
@@ -20,30 +22,42 @@ from exported import (
     same_bits,
 )
 from seeing_target import build_seeing_target
+from tiny_run import contents
 from transformers import LlamaForCausalLM
 
+from headstart.common.files import write_jsonl
+from headstart.heads.base import DraftHead
 from headstart.heads.formats.card import acceptance_lengths
 from headstart.heads.formats.export import checked_engines, export
 from headstart.heads.formats.layouts import FORMATS
 from headstart.heads.formats.lint import lint
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.kinds.checkpoint import draft_vocab, load_head_for, new_head, save_head
+from headstart.heads.kinds.checkpoint import load_head_for, new_head, save_head
+from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
 from headstart.recipes.schema import ExportSection
+from headstart.recipes.schema_heads import Eagle3Section
 from headstart.trainers import run
 
 MakeHead = Callable[..., Any]
+ExportAs = Callable[..., Path]
 NOT_EAGLE3 = {"speculators": "EAGLE-3 of the target's width"}
 ONLY_VLLM = dict.fromkeys(("sglang", "tensorrt_llm", "gguf"), "only vllm can serve") | NOT_EAGLE3
 NO_BLOCK = dict.fromkeys(("tensorrt_llm", "gguf"), "only vllm, sglang can serve")
 NO_EAGLE1 = NO_BLOCK | NOT_EAGLE3
 SKIPS_FC = "skips fc if its input is as wide as the head"
-HEADS = EVERY_HEAD | {"one tap": {"taps": (3,)}, "eagle1 bias": {"kind": "eagle1", "fc_bias": True}}
+HEADS = EVERY_HEAD | {
+    "one tap": {"taps": (3,)},
+    "eagle1 bias": {"kind": "eagle1", "fc_bias": True},
+    "last tap": {"norm_before_residual": True, "taps": (2, 3, 7)},
+}
 REFUSED = {  # head -> format -> what the refusal names
     "eagle1": NO_EAGLE1,
     "eagle1 bias": NO_EAGLE1 | {"vllm": "vLLM silently drops this tensor"},
     "one tap": dict.fromkeys(("sglang", "tensorrt_llm", "speculators"), SKIPS_FC) | {"gguf": "builds fc for 3"},
     "narrow": NOT_EAGLE3,
+    # SGLang has no norm before the residual and cannot capture the output of the last layer.
+    "last tap": {"sglang": "norm_before_residual.*hidden_states 0 to 6 are allowed", "tensorrt_llm": "only vLLM has"},
     "3.1": {"gguf": "fc_norm: .*llama.cpp has no such norm.*norm_output"},
     "five taps": {"gguf": "builds fc for 3 hidden states"},
     "peagle": ONLY_VLLM,
@@ -63,61 +77,51 @@ def converter(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     return pretended_converter(tmp_path_factory.mktemp("bin"), monkeypatch)
 
 
-def test_a_gguf_export_without_a_converter_or_with_one_that_fails_leaves_no_folder(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, converter: Path
+def test_a_gguf_export_tells_the_converter_its_format_and_target_and_leaves_no_folder_without_it(
+    head: DraftHead, export_as: ExportAs, target_folder: Path, tmp_path: Path, converter: Path
 ) -> None:
-    converter.write_text("#!/bin/sh\necho the pre-tokenizer was not recognized >&2\nexit 1\n")
-    with pytest.raises(ValueError, match=r"ended with: \.\.\.the pre-tokenizer was not recognized"):
-        exported(make_head(), tmp_path, target_folder, "gguf")
-    converter.unlink()
-    with pytest.raises(ValueError, match=r"is not on the PATH.*make check-llamacpp fetches it"):
-        exported(make_head(), tmp_path, target_folder, "gguf")
-    assert not [*tmp_path.glob("export/*")]
-
-
-def test_a_gguf_export_tells_the_converter_its_number_format_and_target(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path
-) -> None:
-    folder = exported(make_head(), tmp_path, target_folder, "gguf", dtype="bfloat16")
+    folder = export_as(head, "gguf", "whole", dtype="bfloat16")
     given = (folder / "head.gguf").read_text().split()
     assert given[1:5] == ["--target-model-dir", str(target_folder), "--outtype", "bf16"]
     assert "--spec-type draft-eagle3" in (folder / "README.md").read_text()
+    converter.write_text("#!/bin/sh\necho the pre-tokenizer was not recognized >&2\nexit 1\n")
+    with pytest.raises(ValueError, match=r"ended with: \.\.\.the pre-tokenizer was not recognized"):
+        export_as(head, "gguf")
+    converter.unlink()
+    with pytest.raises(ValueError, match=r"is not on the PATH.*make check-llamacpp fetches it"):
+        export_as(head, "gguf")
+    assert not [*tmp_path.glob("export/*")]
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_every_format_serves_a_head_as_trained_or_is_refused(
-    make_head: MakeHead, frozen: FrozenTarget, kind: str
-) -> None:
+def test_every_format_serves_a_head_as_trained_or_is_refused(make_head: MakeHead, frozen: Any, kind: str) -> None:
     head = make_head(**HEADS[kind])
-
-    def check(name: str) -> None:
-        checked_engines(ExportSection.model_validate({"format": name}), files_in_memory(head, name), frozen)
-
     for name in FORMATS:
-        if reason := REFUSED.get(kind, {}).get(name):
-            with pytest.raises(ValueError, match=f"(?s)export.format: '{name}' given.*{reason}"):
-                check(name)
-        else:
-            check(name)
+        reason = REFUSED.get(kind, {}).get(name)
+        refused = pytest.raises(ValueError, match=f"(?s)export.format: '{name}' given.*{reason}")
+        with refused if reason else nullcontext():
+            checked_engines(ExportSection.model_validate({"format": name}), files_in_memory(head, name), frozen)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_export_is_written_and_passes_lint(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, name: str
+def test_every_export_is_written_and_passes_lint_and_never_replaces_a_folder(
+    head: DraftHead, make_head: MakeHead, export_as: ExportAs, target_folder: Path, name: str
 ) -> None:
-    folder = exported(make_head(), tmp_path, target_folder, name)
+    folder = export_as(head, name)
     assert lint(folder, str(target_folder)) == []
-    written = {"README.md", "config.json", "model.safetensors", *(["head.gguf"] if name == "gguf" else [])}
-    assert {path.name for path in folder.iterdir()} == written | (
-        {"custom_generate"} if name != "speculators" else set()
-    )
+    more = {"gguf": {"head.gguf", "custom_generate"}, "speculators": set()}.get(name, {"custom_generate"})
+    assert {path.name for path in folder.iterdir()} == {"README.md", "config.json", "model.safetensors"} | more
+    before = contents(folder)
+    with pytest.raises(ValueError, match=f"exists already.* remove this one .rm -r {folder}"):
+        export_as(make_head(seed=2), name)
+    assert contents(folder) == before
 
 
 def test_one_export_serves_three_engines_and_loads_in_headstart(
-    make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path
+    make_head: MakeHead, export_as: ExportAs, target_folder: Path, frozen: FrozenTarget
 ) -> None:
     head = make_head(vocab=LIMITED, taps=(1, 3, 6))
-    folder = exported(head, tmp_path, target_folder, "vllm")
+    folder = export_as(head, "vllm")
     assert lint(folder, str(target_folder), ["vllm", "sglang", "tensorrt_llm"]) == []
     for name in ("native", "vllm", "sglang", "tensorrt_llm"):
         files = files_in_memory(head, name)
@@ -128,10 +132,10 @@ def test_one_export_serves_three_engines_and_loads_in_headstart(
 
 @pytest.mark.parametrize("kind", ["eagle3", "limited", "eagle1"])
 def test_projections_in_float8_are_read_as_the_numbers_that_were_written(
-    make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path, kind: str
+    make_head: MakeHead, export_as: ExportAs, target_folder: Path, frozen: FrozenTarget, kind: str
 ) -> None:
     head = make_head(**HEADS[kind])
-    folder = exported(head, tmp_path, target_folder, "vllm", dtype="float8")
+    folder = export_as(head, "vllm", dtype="float8")
     stored, found = read_tensors(folder), load_head_for(folder, frozen).served_tensors()
     narrow = {name for name, tensor in stored.items() if tensor.dtype == torch.float8_e4m3fn}
     projections = {f"{each}_proj" for each in ("q", "k", "v", "o", "gate", "up", "down")}
@@ -151,35 +155,35 @@ def test_projections_in_float8_are_read_as_the_numbers_that_were_written(
 
 @pytest.mark.parametrize(("kind", "name"), [("eagle3", "sglang"), ("medusa", "vllm"), ("dspark", "vllm")])
 def test_float8_is_refused_where_no_engine_is_known_to_read_it(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, kind: str, name: str
+    make_head: MakeHead, export_as: ExportAs, tmp_path: Path, kind: str, name: str
 ) -> None:
     with pytest.raises(ValueError, match=f"export.dtype: 'float8' with export.format '{name}'"):
-        exported(make_head(**HEADS[kind]), tmp_path, target_folder, name, dtype="float8")
+        export_as(make_head(**HEADS[kind]), name, dtype="float8")
     assert not [*tmp_path.glob("export/*")]
 
 
-def test_a_head_that_only_one_engine_can_serve_names_only_that_engine(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("shape", "facts"),
+    [
+        ({"norm_before_residual": True, "taps": (2, 3, 7)}, "norm_before_residual: only vLLM has it"),
+        # vLLM creates a head for each draft token that it is asked for; an extra head would have no weights.
+        ({"kind": "medusa", "num_heads": 2}, '"method": "medusa" | "num_speculative_tokens": 2'),
+    ],
+)
+def test_the_card_of_a_head_that_only_one_engine_can_serve_names_only_that_engine(
+    make_head: MakeHead, export_as: ExportAs, shape: dict[str, Any], facts: str
 ) -> None:
-    """SGLang has no norm before the residual and cannot capture the output of the last layer."""
-    head = make_head(norm_before_residual=True, taps=(2, 3, 7))
-    folder = exported(head, tmp_path, target_folder, "vllm")
+    folder = export_as(make_head(**shape), "vllm")
     assert read_config(folder)["headstart"]["engines"] == ["vllm"]
-    readme = (folder / "README.md").read_text()
-    assert "vllm serve" in readme
-    assert "sglang.launch_server" not in readme
-    assert "norm_before_residual: only vLLM has it" in readme
-    with pytest.raises(ValueError, match=r"(?s)norm_before_residual.*hidden_states 0 to 6 are allowed"):
-        exported(head, tmp_path, target_folder, "sglang")
+    assert_message((folder / "README.md").read_text(), f"vllm serve | {facts}")
+    assert "sglang.launch_server" not in (folder / "README.md").read_text()
 
 
 def test_the_card_told_of_the_recipe_at_export_and_not_of_the_training(make_recipe: Callable[..., Recipe]) -> None:
-    run(make_recipe("run", "train.steps=3", "train.unroll=2", "train.warmup_steps=1"))
+    run(make_recipe("run", "train.steps=1", "train.unroll=2", "train.warmup_steps=0"))
     other = "train.steps=9", "train.batch_size=7", "data.num_prompts=5", "export.format=vllm"
     text = (export(make_recipe("run", *other)) / "README.md").read_text()
-    assert "3 steps of 3 sequences" in text
-    assert "unrolled to depth 2" in text
-    assert "prompts: 12 from" in text
+    assert_message(text, "1 steps of 3 sequences | unrolled to depth 2 | prompts: 12 from")
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -191,38 +195,18 @@ def test_the_speculators_format_holds_a_copy_of_the_targets_embedding(
     folder = exported(make_head(vocab=LIMITED), tmp_path, tmp_path / "target", "speculators")
     config, tensors = read_config(folder), read_tensors(folder)
     assert torch.equal(tensors["embed_tokens.weight"], model.get_input_embeddings().state_dict()["weight"])
-    assert config["speculators_config"]["verifier"] == {
-        "name_or_path": str(tmp_path / "target"),
-        "architectures": ["LlamaForCausalLM"],
-    }
+    verifier = {"name_or_path": str(tmp_path / "target"), "architectures": ["LlamaForCausalLM"]}
+    assert config["speculators_config"]["verifier"] == verifier
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
     assert config["norm_before_residual"] is False
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
     assert not any(name.startswith("midlayer") for name in tensors)
 
 
-def test_the_vllm_command_for_medusa_asks_for_no_more_draft_tokens_than_heads(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path
-) -> None:
-    """vLLM creates a head for each draft token that it is asked for; an extra head would have no weights."""
-    readme = (exported(make_head("medusa", num_heads=2), tmp_path, target_folder, "vllm") / "README.md").read_text()
-    assert "vllm serve" in readme
-    assert '"method": "medusa"' in readme
-    assert '"num_speculative_tokens": 2' in readme
-    assert "sglang.launch_server" not in readme
-
-
-def test_an_export_never_replaces_a_folder(make_head: MakeHead, target_folder: Path, tmp_path: Path) -> None:
-    folder = exported(make_head(seed=1), tmp_path, target_folder, "vllm")
-    with pytest.raises(ValueError, match=f"exists already.* remove this one .rm -r {folder}"):
-        exported(make_head(seed=2), tmp_path, target_folder, "vllm")
-    assert same_bits(read_tensors(folder), make_head(seed=1).engine_tensors())
-
-
 def test_weights_keep_their_dtype_or_get_the_one_that_the_recipe_asks_for(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path
+    head: DraftHead, target_folder: Path, tmp_path: Path
 ) -> None:
-    save_head(make_head(), tmp_path / "as drawn")
+    save_head(head, tmp_path / "as drawn")
     in_half = FrozenTarget.from_folder(target_folder, torch.bfloat16)
     save_head(load_head_for(tmp_path / "as drawn", in_half), tmp_path / "head")
     kept = export(recipe_of(tmp_path, target_folder))
@@ -233,30 +217,26 @@ def test_weights_keep_their_dtype_or_get_the_one_that_the_recipe_asks_for(
 
 
 def test_the_card_shows_what_training_logged_for_the_exported_weights(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path
+    head: DraftHead, export_as: ExportAs, target_folder: Path, tmp_path: Path
 ) -> None:
-    text = (exported(make_head(), tmp_path, target_folder, "native") / "README.md").read_text()
+    text = (export_as(head, "native") / "README.md").read_text()
     assert "Not measured." in text
     assert "held-out figures: none found" in text
     by_depth = {f"heldout/accuracy_{depth}": depth / 10 for depth in range(4)}
     rows = [{"step": step, "heldout/loss_0": 3.0 / step, "heldout/tau": 2.0 + step, **by_depth} for step in (5, 10)]
-    rows = [{**row, "train/tokens": 1000 * row["step"]} for row in rows]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(tmp_path / "metrics.jsonl", [{**row, "train/tokens": 1000 * row["step"]} for row in rows])
     recipe = recipe_of(tmp_path, target_folder)
     assert acceptance_lengths(recipe) == {"0": 12.0}  # of step 10, the last one
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/exported.json").write_text(json.dumps({"step": 5}))
     train = recipe.train.model_copy(update={"start_from": Path("earlier/head")})
     text = (export(recipe.model_copy(update={"train": train})) / "README.md").read_text()
-    for line in (
-        "after step 5: loss 0.600, accuracy by depth 0.000 0.100 0.200 0.300\n",
-        "acceptance length after that step, on 8 held-out prompts: 7.00 at temperature 0\n",
-        "- 5,000 tokens read up to that step\n",
-        "- context: 256 tokens",
-        "trained on texts of at most 2,048 tokens",
-        "- warm start: from the head in `earlier/head`",
-    ):
-        assert line in text
+    assert_message(
+        text,
+        "after step 5: loss 0.600, accuracy by depth 0.000 0.100 0.200 0.300 | - 5,000 tokens read up to that step"
+        " | acceptance length after that step, on 8 held-out prompts: 7.00 at temperature 0 | - context: 256 tokens"
+        " | trained on texts of at most 2,048 tokens | - warm start: from the head in `earlier/head`",
+    )
     other = recipe_of(tmp_path / "other", target_folder)
     decode = other.decode.model_copy(update={"head": tmp_path / "head"})
     text = (export(other.model_copy(update={"decode": decode})) / "README.md").read_text()
@@ -264,38 +244,28 @@ def test_the_card_shows_what_training_logged_for_the_exported_weights(
     assert "held-out" not in text
 
 
-def test_the_card_says_what_a_head_reads_at_images(
-    make_head: Callable[..., Any], target_folder: Path, tmp_path: Path
-) -> None:
-    seeing = build_seeing_target(tmp_path / "target")
-    frozen = FrozenTarget.from_folder(seeing, torch.float32)
-    for folder, reads in ((target_folder, False), (seeing, True)):
-        recipe = recipe_of(tmp_path, folder)
-        vocab = draft_vocab(recipe.head, torch.arange(frozen.config.vocab_size))
-        head = new_head(recipe.head, frozen, vocab, 0) if reads else make_head()
-        save_head(head, tmp_path / "head")
-        shutil.rmtree(tmp_path / "export", ignore_errors=True)
-        assert ("reads the embedding of the placeholder token" in (export(recipe) / "README.md").read_text()) == reads
+def test_the_card_says_what_a_head_reads_at_images(head: DraftHead, target_folder: Path, tmp_path: Path) -> None:
+    frozen = FrozenTarget.from_folder(build_seeing_target(tmp_path / "target"), torch.float32)
+    vocab = DraftVocab.full(frozen.config.vocab_size)
+    seeing = new_head(Eagle3Section(kind="eagle3"), frozen, vocab, 0)
+    for each, target in ((head, target_folder), (seeing, tmp_path / "target")):
+        text = (exported(each, tmp_path / each.target.model_type, target, "native") / "README.md").read_text()
+        assert ("reads the embedding of the placeholder token" in text) == (each is seeing)
 
 
+SERVED = ["vllm serve", "sglang.launch_server", "trtllm-serve", "SpeculativeModel.from_folders", "custom_generate="]
 COMMANDS = {
-    "native": [
-        "vllm serve",
-        "sglang.launch_server",
-        "trtllm-serve",
-        "SpeculativeModel.from_folders",
-        "custom_generate=",
-    ],
-    "vllm": ["vllm serve", "sglang.launch_server", "trtllm-serve", "SpeculativeModel.from_folders", "custom_generate="],
+    "native": SERVED,
+    "vllm": SERVED,
     "speculators": ["vllm serve", "Eagle3DraftModel.from_pretrained", "headstart convert"],
 }
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_card_gives_the_command_of_each_engine(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, name: str
+    head: DraftHead, target_folder: Path, tmp_path: Path, name: str
 ) -> None:
-    save_head(make_head(taps=(2, 3, 4)), tmp_path / "head")
+    save_head(head, tmp_path / "head")
     values = recipe_of(tmp_path, target_folder, format=name).model_dump(mode="json")
     folder = export(Recipe.model_validate({**values, "target": values["target"] | {"revision": "v2"}}))
     text = (folder / "README.md").read_text()
@@ -324,23 +294,22 @@ def test_medusa_2_heads_are_not_exported_for_the_untuned_target(
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_weight_became_infinite_in_the_number_format_of_an_export(
-    name: str, make_head: MakeHead, target_folder: Path, tmp_path: Path
+    name: str, make_head: MakeHead, export_as: ExportAs, tmp_path: Path
 ) -> None:
     head = make_head()
     head.fc.weight.data[0, 0] = 1e5
-    save_head(head, tmp_path / "head")
     with pytest.raises(ValueError, match=r"fc\.weight holds NaN or infinity in float16"):
-        export(recipe_of(tmp_path, target_folder, dtype="float16", format=name))
+        export_as(head, name, dtype="float16")
     assert not (tmp_path / "export").exists()
 
 
 def test_a_card_for_a_gguf_target_named_the_file_as_base_model_and_to_engines(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    head: DraftHead, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "model.gguf"
     file.touch()
     monkeypatch.setattr("headstart.heads.target_config.unpacked_folder", lambda given, field: target_folder)
-    save_head(make_head(), tmp_path / "head")
+    save_head(head, tmp_path / "head")
     for given in (file, tmp_path):  # a recipe refused the folder with the file, which --target takes
         text = (export(recipe_of(tmp_path, given)) / "README.md").read_text()
         shutil.rmtree(tmp_path / "export")
@@ -351,12 +320,12 @@ def test_a_card_for_a_gguf_target_named_the_file_as_base_model_and_to_engines(
 
 @pytest.mark.parametrize(("kind", "shape"), [("eagle3", {"norm_before_fc": True}), ("peagle", {}), ("eagle1", {})])
 def test_only_heads_that_one_file_drafts_with_get_its_code(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, kind: str, shape: dict[str, Any]
+    head: DraftHead, make_head: MakeHead, export_as: ExportAs, kind: str, shape: dict[str, Any]
 ) -> None:
-    plain = exported(make_head(), tmp_path / "plain", target_folder, "native")
+    plain = export_as(head, "native", "plain")
     code = (plain / "custom_generate/generate.py").read_text()
     assert code == (Path(__file__).resolve().parents[2] / "examples/one_file.py").read_text()
     assert "custom_generate=" in (plain / "README.md").read_text()
-    other = exported(make_head(kind=kind, **shape), tmp_path / "other", target_folder, "native")
+    other = export_as(make_head(kind=kind, **shape), "native", "other")
     assert not (other / "custom_generate").exists()
     assert "custom_generate" not in (other / "README.md").read_text()

@@ -8,15 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from exported import edit_tensors
 from matrix import slow, slow_unless
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
 from headstart.heads.quantised import dequantised, requantised
@@ -72,10 +68,7 @@ ENDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 4, "q_lora_rank": 8, "o_lora_rank": 8},
     ),
     "several residual streams, each projected": ("gemma3n_text", {"num_kv_shared_layers": 0, **PER_LAYER}),
-    "two norms after the layers": (
-        "gemma4_text",
-        {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 31},
-    ),
+    "two norms after the layers": ("gemma4_text", PER_LAYER),
 }
 
 
@@ -125,15 +118,13 @@ def test_the_form_of_norm_and_logits_is_read_from_the_models_class(ends: str, tm
 @pytest.mark.parametrize("causal", [slow(True), False], ids=["that causal models include", "that they do not"])
 def test_the_ends_of_a_wrapper_are_those_of_its_language_model(tmp_path: Path, causal: bool) -> None:
     """Its image tower has as many layers, and norms and embeddings of the same size."""
-    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    vision: dict[str, Any] = {**tower, "image_size": 8, "patch_size": 4}
+    names = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
+    vision: dict[str, Any] = {name: SIZES[name] for name in names} | {"image_size": 8, "patch_size": 4}
     if causal:
         config = AutoConfig.for_model("gemma3", text_config=SIZES, vision_config=vision, mm_tokens_per_image=4)
     else:
-        text = {**SIZES, "model_type": "llama"}
-        config = AutoConfig.for_model(
-            "llava", text_config=text, vision_config={**vision, "model_type": "clip_vision_model"}
-        )
+        text, vision = {**SIZES, "model_type": "llama"}, {**vision, "model_type": "clip_vision_model"}
+        config = AutoConfig.for_model("llava", text_config=text, vision_config=vision)
     assert (type(config) in AutoModelForCausalLM._model_mapping) == causal
     assert_logits_over_the_norm(with_random_norms(auto_class(config).from_config(config)), tmp_path)
 
@@ -167,11 +158,8 @@ def test_a_quantised_lm_head_is_dequantised(
     make_model: MakeModel, tmp_path: Path, blocks: tuple[int, int], dtype: torch.dtype, suffix: str
 ) -> None:
     make_model(vocab_size=31, num_hidden_layers=1).save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    stored = (10 * torch.randn(31, 32)).to(dtype)
-    scale = torch.rand(blocks)
-    tensors |= {"lm_head.weight": stored, f"lm_head.weight{suffix}": scale}
-    save_file(tensors, tmp_path / "model.safetensors")
+    stored, scale = (10 * torch.randn(31, 32)).to(dtype), torch.rand(blocks)
+    edit_tensors(tmp_path, lambda found: found.update({"lm_head.weight": stored, f"lm_head.weight{suffix}": scale}))
     wide = torch.nn.functional.interpolate(scale[None, None], size=(32, 32), mode="nearest")[0, 0, :31]
     wanted = stored.float() * (scale if blocks != (4, 4) else wide)
     assert torch.equal(FrozenTarget.from_folder(tmp_path, torch.float32).lm_head, wanted)
@@ -229,7 +217,7 @@ def test_a_weight_that_did_not_change_keeps_the_scales_of_another_tool(tmp_path:
     ("weight", "more"),
     [
         (torch.zeros(97, 16, dtype=torch.uint8), {}),
-        (torch.zeros(97, 32, dtype=torch.int8), {"_zero_point": torch.ones(97, 1, dtype=torch.int8)}),
+        (torch.zeros(97, 32, dtype=torch.int8), {"_scale": torch.ones(97, 1), "_zero_point": torch.ones(97, 1).char()}),
         (torch.zeros(97, 32).to(torch.float8_e4m3fn), {"_scale": torch.ones(97, 1, dtype=torch.uint8)}),
     ],
     ids=["packed", "a zero point", "scales in bytes"],
@@ -238,10 +226,8 @@ def test_an_lm_head_quantised_in_another_way_is_refused_by_name(
     make_model: MakeModel, tmp_path: Path, weight: Tensor, more: dict[str, Tensor]
 ) -> None:
     make_model(num_hidden_layers=1).save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors") | {"lm_head.weight": weight}
-    scale = {"_scale": torch.ones(97, 1)} if "_zero_point" in more else {}
-    tensors |= {f"lm_head.weight{suffix}": tensor for suffix, tensor in {**scale, **more}.items()}
-    save_file(tensors, tmp_path / "model.safetensors")
+    stored = {f"lm_head.weight{suffix}": tensor for suffix, tensor in {"": weight, **more}.items()}
+    edit_tensors(tmp_path, lambda found: found.update(stored))
     with pytest.raises(ValueError, match=rf"lm_head\.weight is stored as {weight.dtype}.*one tensor of scales"):
         FrozenTarget.from_folder(tmp_path, torch.float32)
 
@@ -258,12 +244,6 @@ def test_logits_that_are_not_the_lm_heads_are_refused_with_their_difference(froz
         frozen.refuse_other_logits(own[:, :90], last_hidden, 0.01)
 
 
-def without(folder: Path, name: str) -> None:
-    tensors: dict[str, Tensor] = load_file(folder / "model.safetensors")
-    del tensors[name]
-    save_file(tensors, folder / "model.safetensors")
-
-
 @pytest.mark.parametrize(
     ("name", "what"),
     [
@@ -274,7 +254,7 @@ def without(folder: Path, name: str) -> None:
 )
 def test_a_missing_tensor_is_named(make_model: MakeModel, tmp_path: Path, name: str, what: str) -> None:
     make_model(num_hidden_layers=1).save_pretrained(tmp_path)
-    without(tmp_path, name)
+    edit_tensors(tmp_path, lambda tensors: tensors.pop(name))
     with pytest.raises(ValueError, match=f"no {what} among its tensors .*{name}"):
         FrozenTarget.from_folder(tmp_path, torch.float32)
 

@@ -24,33 +24,26 @@ from headstart.inference.core.cache import Slots
 from headstart.recipes.schema_heads import Eagle1Section, Eagle3Section
 
 BATCH, SEQ = 2, 11
-EAGLE3_SHAPES: list[dict[str, Any]] = [
+SHAPES: list[dict[str, Any]] = [
     {},
     {"fc_norm": True, "norm_output": True},
     {"num_kv_heads": 1},
     {"taps": (0, 2, 4, 5, 7)},
     {"taps": (3,), "fc_norm": True},
     {"hidden_size": 24, "own_embedding": True},  # narrower than its target
-]
-EAGLE1_SHAPES: list[dict[str, Any]] = [
     {"kind": "eagle1"},
     {"kind": "eagle1", "num_kv_heads": 1, "fc_bias": True},
-]
-MEDUSA_SHAPES: list[dict[str, Any]] = [
     {"kind": "medusa"},
     {"kind": "medusa", "num_layers": 2, "num_heads": 5, "bias": False},
+    {"kind": "peagle"},
+    {"kind": "peagle", "num_layers": 3, "fc_norm": True},
 ]
 BLOCK_SHAPES: list[dict[str, Any]] = [
     {"kind": "block"},
     {"kind": "block", "sample_from_anchor": False, "markov_rank": 5},
     {"kind": "block", "markov_rank": 5, "markov_gate": True},
 ]
-PEAGLE_SHAPES: list[dict[str, Any]] = [
-    {"kind": "peagle"},
-    {"kind": "peagle", "num_layers": 3, "fc_norm": True},
-]
 MakeHead = Callable[..., Any]
-SHAPES = EAGLE3_SHAPES + EAGLE1_SHAPES + MEDUSA_SHAPES + PEAGLE_SHAPES
 all_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
@@ -160,9 +153,7 @@ def test_new_heads_scale_their_inputs_to_about_1(frozen: FrozenTarget) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES + BLOCK_SHAPES, ids=str)
-def test_logits_parameters_are_exactly_those_that_the_logits_depend_on(
-    make_head: MakeHead, shape: dict[str, Any]
-) -> None:
+def test_logits_parameters_are_exactly_those_that_the_logits_depend_on(make_head: MakeHead, shape: Any) -> None:
     head = make_head(**shape).requires_grad_(True)
     hidden = torch.randn(3, head.feature_size, requires_grad=True)
     seconds = [torch.randint(97, (3,))] if head.kind == "block" else range(head.max_levels or 1)  # tokens, or levels
@@ -210,18 +201,15 @@ def test_rotary_angles_are_the_targets_own(kind: str, scaling: dict[str, float])
     torch.testing.assert_close(table, torch.cat([cosines[0], sines[0]], dim=-1), atol=1e-4, rtol=0)
 
 
-def test_a_scaled_rotary_embedding_turns_every_dimension_of_a_head_whatever_share_the_target_turns() -> None:
+def test_a_scaled_rope_turns_every_dimension_whatever_share_the_target_turns_and_an_unknown_one_is_refused() -> None:
     scaling = {"factor": 4.0}
     partial = rotary_table(Rope(5000.0, "linear", {**scaling, "partial_rotary_factor": 0.5}), 32, 16)
     assert torch.equal(partial, rotary_table(Rope(5000.0, "linear", scaling), 32, 16))
-
-
-def test_an_unknown_rope_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"rope_type 'longrope'.*only default, linear, llama3, yarn are allowed"):
         rotary_table(Rope(kind="longrope"), 8, 16)
 
 
-def test_the_most_frequent_tokens_are_kept_and_ties_go_to_the_smaller_id() -> None:
+def test_the_most_frequent_tokens_are_kept_ties_go_to_the_smaller_id_and_impossible_sizes_are_refused() -> None:
     counts = torch.tensor([0, 3, 7, 3, 0, 3, 9])
     assert DraftVocab.most_frequent(counts, 3).ids.tolist() == [1, 2, 6]
     assert DraftVocab.most_frequent(counts, 6).ids.tolist() == [0, 1, 2, 3, 5, 6]
@@ -229,23 +217,17 @@ def test_the_most_frequent_tokens_are_kept_and_ties_go_to_the_smaller_id() -> No
     many = torch.randint(5, (5000,))
     ranked = sorted(range(5000), key=lambda token: (-int(many[token]), token))
     assert DraftVocab.most_frequent(many, 1234).ids.tolist() == sorted(ranked[:1234])
-    assert DraftVocab.most_frequent(torch.zeros(7, dtype=torch.long), 2).coverage(torch.zeros(7, dtype=torch.long)) == 0
-
-
-@pytest.mark.parametrize("size", [0, -1, 98])
-def test_an_impossible_draft_vocabulary_size_is_refused(size: int) -> None:
-    with pytest.raises(ValueError, match=rf"head\.draft_vocab_size: {size} given, 1 to .* 97"):
-        DraftVocab.most_frequent(torch.ones(97, dtype=torch.long), size)
+    none = torch.zeros(7, dtype=torch.long)
+    assert DraftVocab.most_frequent(none, 2).coverage(none) == 0
+    for size in (0, -1, 8):
+        with pytest.raises(ValueError, match=rf"head\.draft_vocab_size: {size} given, 1 to .* 7"):
+            DraftVocab.most_frequent(counts, size)
 
 
 @pytest.mark.parametrize(
     "d2t",
-    [
-        [0, 5, 95],  # target ids 0 6 97: beyond the vocabulary
-        [5, 4, 4],  # 5 5 6: a repeated id
-        [9, 0, 0],  # 9 1 2: not ascending
-        [-1, 0, 0],  # -1 1 2: a negative id
-    ],
+    [[0, 5, 95], [5, 4, 4], [9, 0, 0], [-1, 0, 0]],
+    ids=["0 6 97: beyond the vocabulary", "5 5 6: a repeated id", "9 1 2: not ascending", "-1 1 2: a negative id"],
 )
 def test_offsets_that_give_no_vocabulary_are_refused(d2t: list[int]) -> None:
     with pytest.raises(ValueError, match=r"d2t gives ids .* ascending target ids below 97"):

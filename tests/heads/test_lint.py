@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from exported import EVERY_HEAD, LIMITED, edit_config, exported, files_in_memory
+from exported import EVERY_HEAD, LIMITED, edit_config, files_in_memory
 from torch import Tensor
 
+from headstart.heads.base import DraftHead
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats.convert import convert
 from headstart.heads.formats.kinds.eagle import EAGLE3
@@ -20,6 +21,7 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetOrigin
 
 MakeHead = Callable[..., Any]
+ExportAs = Callable[..., Path]
 Config = dict[str, Any]
 Tensors = dict[str, Tensor]
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -160,13 +162,17 @@ MISTAKES = [
     dspark("target_layer_ids", config=put(target_layer_ids=[2, 3, 4]), text="target_layer_ids: ["),
     dspark("target_layer_ids", config=without_nested("target_layer_ids"), text="without the key vLLM takes"),
     dspark("layer_types", config=lambda c: c["layer_types"].append("full_attention"), text="3 given, 2 is allowed"),
-    dspark(
-        "tensor mask_hidden", tensors=tensor("mask_hidden", torch.zeros(1, 1, 96)), text="filled with the embedding"
-    ),
+    dspark("tensor mask_hidden", tensors=tensor("mask_hidden", torch.zeros(1, 1, 96)), text="filled with the embed"),
     dspark("tensor lm_head.weight", tensors=without("lm_head.weight"), text="needs both d2t and lm_head.weight"),
     dspark_of_speculators("aux_hidden_state_layer_ids", config=put(aux_hidden_state_layer_ids=[1, 2, 3])),
     dspark_of_speculators("speculative_tokens", config=of_method(speculative_tokens=3), text="collapses acceptance"),
 ]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_nothing_is_found_in_a_head_without_a_mistake(make_head: MakeHead, frozen: FrozenTarget, name: str) -> None:
+    layout, arguments = HEADS[name]
+    assert lint_in_memory(files_in_memory(make_head(**arguments), layout), frozen) == []
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=str)
@@ -175,7 +181,6 @@ def test_each_planted_mistake_is_found_for_the_engines_it_concerns(
 ) -> None:
     name, arguments = HEADS[mistake.head]
     files = files_in_memory(make_head(**arguments), name)
-    assert lint_in_memory(files, frozen) == []
     mistake.config(files.config)
     mistake.tensors(files.tensors)
     errors = [each for each in lint_in_memory(files, frozen) if each.severity == "error"]
@@ -192,19 +197,11 @@ def test_positions_by_rows_and_columns_give_a_warning_where_they_are_counted_by_
     files.config.update(rope_parameters=BY_ROWS, rope_scaling=BY_ROWS)
     if not is_ours:
         del files.config["headstart"]
-    warned = [each for each in violations(files, frozen, engines) if each.where == "config.json mrope_section"]
+    found = violations(files, frozen, engines)
+    warned = [each for each in found if each.where == "config.json mrope_section"]
     assert [each.engine for each in warned] == [*engines] if is_ours else ["vllm"]
     assert all(each.severity == "warning" and "one position a token, its index" in each.allowed for each in warned)
-    assert not [each for each in violations(files, frozen, engines) if each.where == "config.json rope_theta"]
-
-
-def no_hidden_norm(config: Config, tensors: Tensors) -> None:
-    for name in [name for name in tensors if "hidden_norm" in name]:
-        del tensors[name]
-
-
-def short(config: Config, tensors: Tensors) -> None:
-    config.get("transformer_layer_config", config)["max_position_embeddings"] = 32
+    assert "config.json rope_theta" not in {each.where for each in found}
 
 
 @pytest.mark.parametrize("name", ["vllm", "speculators"])
@@ -219,8 +216,8 @@ def test_mistakes_that_engines_ignore_are_found_in_published_heads(
         lambda config, tensors: tensors.pop("lm_head.weight"),
         lambda config, tensors: tensors.update(d2t=LIMITED.ids),
         lambda config, tensors: config.update(ids),
-        no_hidden_norm,
-        short,
+        lambda config, tensors: [tensors.pop(name) for name in [*tensors] if "hidden_norm" in name],
+        lambda config, _: config.get("transformer_layer_config", config).update(max_position_embeddings=32),
     ]
     for number, mistake in enumerate(mistakes):
         files = files_in_memory(make_head(vocab=LIMITED), name)
@@ -250,20 +247,20 @@ def test_a_published_head_is_checked_for_every_engine_that_reads_its_layout(
 
 @pytest.mark.parametrize("command", [lint, lambda folder, target: convert(folder, folder / "back", target)])
 def test_keys_with_values_of_wrong_types_are_named_by_lint_and_by_convert(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, command: Callable[[Path, str], object]
+    head: DraftHead, export_as: ExportAs, target_folder: Path, command: Callable[[Path, str], object]
 ) -> None:
-    folder = exported(make_head(), tmp_path, target_folder, "vllm")
+    folder = export_as(head, "vllm")
     edit_config(folder, put(hidden_size="32", architectures=7))
     with pytest.raises(ValueError, match=r"(?s)hidden_size: '32' given.*architectures: 7 given"):
         command(folder, str(target_folder))
 
 
 def test_lint_found_nothing_in_a_head_that_was_trained_for_other_weights(
-    make_head: MakeHead, make_model: Callable[..., Any], target_folder: Path, tmp_path: Path
+    make_head: MakeHead, make_model: Callable[..., Any], export_as: ExportAs, target_folder: Path, tmp_path: Path
 ) -> None:
     head = make_head()
     head.origin = TargetOrigin.of(target_folder)
-    folder = exported(head, tmp_path, target_folder, "vllm")
+    folder = export_as(head, "vllm")
     assert not lint(folder, str(target_folder), ["vllm"])
     make_model(seed=1).save_pretrained(tmp_path / "other")
     [violation] = lint(folder, str(tmp_path / "other"), ["vllm"])
@@ -279,9 +276,7 @@ def test_an_engine_that_refuses_the_family_of_the_target_is_named(
     make_head: MakeHead, frozen: FrozenTarget, family: str, engines: set[str]
 ) -> None:
     """The engine would load the weights, and end when it asks the target for hidden states. EAGLE-1 needs none."""
-    for_family = replace(frozen, config=replace(frozen.config, model_type=family))
+    for_family, place = replace(frozen, config=replace(frozen.config, model_type=family)), "the target's model_type"
     for kind, expected in (("eagle3", engines), ("eagle1", set())):
         reported = violations(files_in_memory(make_head(kind), "vllm"), for_family, ["vllm", "sglang"])
-        assert {(each.engine, each.where) for each in reported} == {
-            (each, "the target's model_type") for each in expected
-        }
+        assert {(each.engine, each.where) for each in reported} == {(each, place) for each in expected}

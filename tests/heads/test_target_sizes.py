@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import slow_unless
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -16,10 +17,7 @@ from transformers.models.auto.modeling_auto import (
 from headstart.heads.target_config import UNLIMITED, Rope, TargetConfig, mask_token
 
 ALWAYS = {"bloom", "falcon", "gemma4", "gpt_neo", "mpt", "nemotron_h", "qwen3_5_moe", "qwen3_omni_moe", "xglm", "xlnet"}
-FAMILIES = {
-    *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-}
+FAMILIES = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 # Models of bytes in patches and of robots, and a drafter whose default configuration transformers refuses.
 WITHOUT = {"blt", "pi0", "gemma4_assistant"}
 SAME = (
@@ -31,16 +29,12 @@ SAME = (
 OF_LAYERS = (("num_heads", "num_attention_heads"), ("num_kv_heads", "num_key_value_heads"), ("head_dim", "head_dim"))
 
 
-def slow(family: str) -> Any:
-    return pytest.param(family, marks=pytest.mark.slow)
-
-
 def written(config: Any) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return found
 
 
-@pytest.mark.parametrize("family", [*sorted(ALWAYS), *(slow(name) for name in sorted(FAMILIES - WITHOUT - ALWAYS))])
+@pytest.mark.parametrize("family", slow_unless(ALWAYS, sorted(FAMILIES - WITHOUT | ALWAYS)))
 def test_the_default_configuration_of_every_family_gives_its_sizes(family: str) -> None:
     whole = CONFIG_MAPPING[family]()
     found, text = TargetConfig.from_dict(written(whole)), written(whole.get_text_config(decoder=True))
@@ -49,6 +43,10 @@ def test_the_default_configuration_of_every_family_gives_its_sizes(family: str) 
         assert text.get(theirs) in (None, getattr(found, ours)), theirs
     sizes = (found.hidden_size, found.num_layers, found.num_heads, found.num_kv_heads, found.head_dim)
     assert all(type(size) is int and size > 0 for size in (*sizes, found.intermediate_size, found.max_positions))
+
+
+SEQ2SEQ = {"d_model": 8, "encoder_layers": 9, "decoder_layers": 3, "encoder_attention_heads": 4}
+SEQ2SEQ |= {"decoder_attention_heads": 2, "vocab_size": 5, "max_position_embeddings": 7}
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash", "minicpm3", "mamba", "rwkv"])
@@ -63,11 +61,7 @@ def test_a_head_of_a_target_without_plain_attention_gets_plain_sizes(family: str
     [
         ({"n_embd": 8, "n_head": 2, "n_layer": 3, "vocab_size": 5}, (8, 2, 3, UNLIMITED)),
         ({"d_model": 8, "n_heads": 2, "n_layers": 3, "vocab_size": 5, "max_seq_len": 7}, (8, 2, 3, 7)),
-        (
-            {"d_model": 8, "encoder_layers": 9, "decoder_layers": 3, "encoder_attention_heads": 4}
-            | {"decoder_attention_heads": 2, "vocab_size": 5, "max_position_embeddings": 7},
-            (8, 2, 3, 7),
-        ),
+        (SEQ2SEQ, (8, 2, 3, 7)),
     ],
     ids=["no limit of positions", "mpt", "a decoder beside an encoder"],
 )

@@ -24,6 +24,7 @@ MODULES = (
     "headstart/*.py",
     "tests/interop/*.py",
 )
+DOCSTRING = re.compile(r'(?:#.*\n|\n)*r?"""(.*?)"""', re.DOTALL)
 SETTINGS = r"(?:[A-Z_]+=\S+ )*"
 PROGRAM = rf"{SETTINGS}(?:make|headstart|accelerate launch|python3?|pip|srun|sbatch|VENV/bin/pip) (?=\S)"
 EXAMPLE = re.compile(rf"(?:{PROGRAM}|from headstart import )")
@@ -52,7 +53,8 @@ def documented_commands() -> tuple[Documented, ...]:
     found += [Documented("headstart --help", line) for line in re.findall(r"(?:\$|harvest with:) (.*)", overview())]
     for pattern in MODULES:
         for path in sorted(ROOT.glob(pattern)):
-            text = ast.get_docstring(ast.parse(path.read_text()), clean=False) or ""
+            start = DOCSTRING.match(path.read_text())  # to parse the whole files takes seconds
+            text = ast.get_docstring(ast.parse(start[0] if start else ""), clean=False) or ""
             found += at(path, indented(text.splitlines(), ""))
     return tuple(found)
 

@@ -127,10 +127,7 @@ ORDER = (
     r"^make check-speculators$",
     r"^make clean$",
 )
-OUTPUTS = {
-    r"\bconvert ": ("runs/imported", "runs/converted"),
-    r"\bstore merge ": ("runs/all",),
-}
+OUTPUTS = {r"\bconvert ": ("runs/imported", "runs/converted"), r"\bstore merge ": ("runs/all",)}
 LAUNCH_OF_TINY = re.compile(r"--config_file (?:recipes/launch/)?(\w+).* recipes/tiny\.yaml$")
 SLICED = ("fsdp2", "zero2", "zero3")
 TRAINS = re.compile(r"trainers/\w+\.py |^headstart (launch .* )?train |^make demo$")

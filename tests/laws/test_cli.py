@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from matrix import slow
+from bad_inputs import Typed, assert_refused
 
 from headstart import cli
 from headstart.recipes import Recipe, load_recipe
@@ -18,52 +18,37 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = {name: command.module for name, command in cli.COMMANDS.items() if command.module is not None}
 
 
-def headstart(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["bin/headstart", *arguments])
-    cli.main()
-
-
 @pytest.mark.parametrize("name", MODULES)
 def test_a_subcommand_runs_the_main_of_its_module_with_the_arguments(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
     seen: list[list[str]] = []
     monkeypatch.chdir(ROOT)
     arguments = cli.COMMANDS[name].example.split()
     module = import_module(MODULES[name])
     monkeypatch.setattr(module, "main", lambda: seen.append(sys.argv))
-    headstart(monkeypatch, name, *arguments)
+    typed(name, *arguments)
     assert seen == [[f"headstart {name}", *arguments]]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "script"),
-    [
-        ("tiny.yaml", "trainers/eagle.py"),
-        ("tiny_eagle1.yaml", "trainers/eagle.py"),
-        ("tiny_medusa.yaml", "trainers/medusa.py"),
-        ("tiny_block.yaml", "trainers/block.py"),
-    ],
-)
+SCRIPTS = {"tiny": "eagle", "tiny_eagle1": "eagle", "tiny_medusa": "medusa", "tiny_block": "block"}
+
+
+@pytest.mark.parametrize(("recipe", "script"), SCRIPTS.items())
 def test_train_runs_the_script_of_the_recipes_kind_of_head(
-    recipe: str, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: str, script: str, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
     seen: list[tuple[Recipe, str]] = []
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(eagle, "train", lambda recipe, given, script: seen.append((recipe, script)))
-    headstart(monkeypatch, "train", f"recipes/{recipe}", "train.steps=1")
-    assert seen == [(load_recipe(f"recipes/{recipe}", ["train.steps=1"]), script)]
-    assert f"--num_processes N {script} RECIPE" in capsys.readouterr().out
+    outcome = typed("train", f"recipes/{recipe}.yaml", "train.steps=1")
+    assert seen == [(load_recipe(f"recipes/{recipe}.yaml", ["train.steps=1"]), f"trainers/{script}.py")]
+    assert f"--num_processes N trainers/{script}.py RECIPE" in outcome.out
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_help_of_a_subcommand_is_the_modules_own_and_names_the_command_that_was_typed(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        headstart(monkeypatch, name, "--help")
-    assert stop.value.code == 0
-    printed = capsys.readouterr().out
+def test_help_of_a_subcommand_is_the_modules_own_and_names_the_command_that_was_typed(name: str, typed: Typed) -> None:
+    printed = typed(name, "--help").out
     assert printed.startswith(f"usage: headstart {name} ")
     module = cli.COMMANDS[name].module
     if module is None:
@@ -75,11 +60,8 @@ def test_help_of_a_subcommand_is_the_modules_own_and_names_the_command_that_was_
 
 
 @pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]])
-def test_help_lists_every_subcommand_in_the_order_of_the_data_flow(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    headstart(monkeypatch, *arguments)
-    printed = capsys.readouterr().out
+def test_help_lists_every_subcommand_in_the_order_of_the_data_flow(arguments: list[str], typed: Typed) -> None:
+    printed = typed(*arguments).out
     places = [printed.index(f"\n  {name} ") for name in cli.COMMANDS]
     assert places == sorted(places)
     assert all(f"headstart {name} {command.example}".rstrip() in printed for name, command in cli.COMMANDS.items())
@@ -106,29 +88,29 @@ def type_all(arguments):
                 runpy.run_module(start, run_name="__main__", alter_sys=True)
         slow = {"torch", "transformers", "accelerate", "numpy", "wandb"} & set(sys.modules)
         print(start, "says nothing" if not said.getvalue() else f"loads {slow}" if slow else "is quick")
+
+type_all(["--help"])
+type_all(["recipes/tiny.yaml", "train.stepz=3"])
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["recipes/tiny.yaml", "train.stepz=3"]], ids=["help", "typo"])
-def test_neither_help_nor_the_message_about_a_typo_waits_for_torch(arguments: list[str]) -> None:
+def test_neither_help_nor_the_message_about_a_typo_waits_for_torch() -> None:
     launched = ["headstart.data_pipelines.harvest", *(f"trainers/{name}.py" for name in ("eagle", "medusa", "block"))]
     plain = [name for name, command in cli.COMMANDS.items() if command.read_arguments is not recipe_from_command_line]
-    program = f"LAUNCHED, PLAIN = {launched}, {plain}\n{TYPE_EVERYTHING}\ntype_all({arguments})"
+    program = f"LAUNCHED, PLAIN = {launched}, {plain}\n{TYPE_EVERYTHING}"
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     lines = ended.stdout.splitlines()
-    assert len(lines) == 1 + len(cli.COMMANDS) + len(launched)
+    assert len(lines) == 2 * (1 + len(cli.COMMANDS) + len(launched))
     assert not [line for line in lines if not line.endswith(" is quick")]
 
 
-def test_the_command_tells_its_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    headstart(monkeypatch, "--version")
+def test_the_command_tells_its_version(typed: Typed) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert capsys.readouterr().out == f"headstart {project['version']}\n"
+    assert typed("--version").out == f"headstart {project['version']}\n"
 
 
-@pytest.mark.parametrize("arguments", [slow("--help"), "report --help"])
-def test_help_into_head_is_no_broken_pipe(arguments: str) -> None:
-    command = f"{sys.executable} -m headstart.cli {arguments} | head -1"
+def test_help_into_head_is_no_broken_pipe() -> None:
+    command = f"{sys.executable} -m headstart.cli report --help | head -1"
     ended = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout.startswith("usage: headstart ")
     assert ended.stderr == ""
@@ -145,13 +127,6 @@ def test_examples_in_help_call_the_command_as_its_usage_does() -> None:
 @pytest.mark.parametrize(
     ("name", "advice"), [("reprot", "did you mean report?"), ("harvests", "did you mean harvest?"), ("zzz", "--help")]
 )
-def test_an_unknown_subcommand_is_refused_with_the_nearest_name(
-    name: str, advice: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        headstart(monkeypatch, name, "recipes/tiny.yaml")
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert f"unknown command {name!r}" in error
-    assert advice in error
-    assert all(known in error for known in cli.COMMANDS)
+def test_an_unknown_subcommand_is_refused_with_the_nearest_name(name: str, advice: str, typed: Typed) -> None:
+    facts = f"unknown command {name!r}", advice, *cli.COMMANDS
+    assert_refused(typed(name, "recipes/tiny.yaml"), " | ".join(facts))

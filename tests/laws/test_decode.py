@@ -46,6 +46,7 @@ SAMPLINGS = {
     ),
 }
 Plain = Callable[..., list[int]]
+Drafting = Callable[..., Drafter]
 MAIN_NAMES = ("greedy", "T=1", "all at once")
 main_samplings = pytest.mark.parametrize("sampling", [SAMPLINGS[name] for name in MAIN_NAMES], ids=MAIN_NAMES)
 
@@ -64,7 +65,7 @@ def plain(target: TargetModel) -> Plain:
 
 
 @pytest.fixture
-def make_drafter(target: TargetModel, make_head: HeadFactory) -> Callable[..., Drafter]:
+def make_drafter(target: TargetModel, make_head: HeadFactory) -> Drafting:
     return lambda name, *texts: DRAFTERS[name](Texts(target, list(texts), make_head))
 
 
@@ -83,7 +84,7 @@ WITH_ALL_SAMPLINGS = ("half right head, fixed tree", "truth hidden in a tree")
     ],
 )
 def test_any_drafter_writes_what_plain_decoding_writes(
-    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter_name: str, sampling: Sampling
+    target: TargetModel, make_drafter: Drafting, plain: Plain, drafter_name: str, sampling: Sampling
 ) -> None:
     wanted = plain(sampling)
     drafter = make_drafter(drafter_name, PROMPT + wanted)
@@ -185,7 +186,7 @@ def test_an_oracles_acceptance_length_is_its_depth_plus_the_bonus_token(
 
 
 def test_drafts_of_a_half_right_head_are_accepted_to_varying_depths(
-    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain
+    target: TargetModel, make_drafter: Drafting, plain: Plain
 ) -> None:
     """Without such a head the laws above would prove little: drafts would be either all rejected or all accepted."""
     for sampling in (Sampling(), Sampling(1.0, seed=2)):
@@ -197,11 +198,7 @@ def test_drafts_of_a_half_right_head_are_accepted_to_varying_depths(
 
 @pytest.mark.parametrize("drafter_name", ["none", "oracle", "truth hidden in a tree"])
 def test_an_end_token_on_an_accepted_path_ends_the_text_where_plain_decoding_ends_it(
-    target: TargetModel,
-    make_drafter: Callable[..., Drafter],
-    plain: Plain,
-    monkeypatch: pytest.MonkeyPatch,
-    drafter_name: str,
+    target: TargetModel, make_drafter: Drafting, plain: Plain, monkeypatch: pytest.MonkeyPatch, drafter_name: str
 ) -> None:
     """Each of the first nine tokens in turn is the end token: the first one, draft tokens and bonus tokens."""
     sampling = Sampling(0.7, seed=1)
@@ -215,17 +212,15 @@ def test_an_end_token_on_an_accepted_path_ends_the_text_where_plain_decoding_end
             assert (result.tokens, result.finish, result.stats.tokens) == (wanted, "end", len(wanted) - 1)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("drafter_name", ["truth hidden in a tree"])
 @main_samplings
 def test_logprobs_are_the_targets_own(
-    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter_name: str, sampling: Sampling
+    target: TargetModel, make_drafter: Drafting, plain: Plain, sampling: Sampling
 ) -> None:
     """They equal log p of each new token in one full forward at temperature 1, whatever the sampling."""
     text = plain(sampling)
     all_logits = target.passes.forward(torch.tensor([PROMPT + text])).logits[0, len(PROMPT) - 1 : -1]
     wanted = all_logits.log_softmax(-1).gather(1, torch.tensor(text).unsqueeze(1)).squeeze(1)
-    for drafter in (None, make_drafter(drafter_name, PROMPT + text)):
+    for drafter in (None, make_drafter("truth hidden in a tree", PROMPT + text)):
         result = generate_batch(target, [Request(PROMPT, NEW_TOKENS, sampling, logprobs=True)], drafter)[0]
         assert result.tokens == text
         assert result.logprobs is not None

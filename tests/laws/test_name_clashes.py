@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from matrix import slow
 from tiny_run import quiet_environment
 
 import headstart
@@ -42,18 +41,16 @@ def test_a_script_beside_a_heads_py_of_its_own_uses_the_python_api(folder: Path)
     assert run(folder, "script.py").strip().endswith("1 torch.Size([1, 7])")
 
 
-@pytest.mark.parametrize("command", [slow("lint"), slow("export"), "train"])
+@pytest.mark.slow  # fast is a module in such a folder
+@pytest.mark.parametrize("command", ["lint", "export", "train"])
 def test_a_command_works_in_a_folder_with_a_heads_py(folder: Path, command: str) -> None:
     start = f"import sys; sys.argv = ['headstart', {command!r}, '--help']; from headstart.cli import main; main()"
     assert f"usage: headstart {command}" in run(folder, "-c", start)
 
 
-def test_a_module_runs_in_a_folder_with_a_heads_py(folder: Path) -> None:
+def test_a_module_runs_in_a_folder_with_a_heads_py_and_importing_headstart_loads_no_torch(folder: Path) -> None:
     module = "headstart.data_pipelines.harvest"
     assert f"usage: python -m {module}" in run(folder, "-m", module, "--help")
-
-
-def test_importing_headstart_loads_no_torch(folder: Path) -> None:
     assert run(folder, "-c", "import headstart, sys; print('torch' in sys.modules)").strip() == "False"
 
 

@@ -21,11 +21,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from headstart import SpeculativeModel
-
 ROOT = Path(__file__).resolve().parents[2]
 TARGET, HEAD = ROOT / "assets/demo_target", ROOT / "assets/demo_head"
-NEW_TOKENS = 32
+NEW_TOKENS = 16
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +33,9 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[torch.Tensor]:
-    """Three of the held-out prompts, each [1, seq]."""
+    """Two of the held-out prompts, each [1, seq]."""
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    lines = (TARGET / "heldout_prompts.jsonl").read_text().splitlines()[:3]
+    lines = (TARGET / "heldout_prompts.jsonl").read_text().splitlines()[:2]
     return [tokenizer(json.loads(line)["prompt"], return_tensors="pt")["input_ids"] for line in lines]
 
 
@@ -48,18 +46,9 @@ def folder(make_head: HeadFactory, target_folder: Path, tmp_path: Path, monkeypa
     return exported(make_head(taps=(1, 2, 3)), tmp_path, target_folder, "native")
 
 
-def test_one_file_writes_the_engines_tokens(model: PreTrainedModel, prompts: list[torch.Tensor]) -> None:
-    engine = SpeculativeModel.from_folders(TARGET, HEAD, dtype="float32")
-    for prompt in prompts:
-        written = one_file.generate(model, HEAD, input_ids=prompt, max_new_tokens=NEW_TOKENS)
-        expected = engine.generate(prompt, max_new_tokens=NEW_TOKENS)
-        assert isinstance(expected, torch.Tensor)
-        assert written.tolist() == expected.tolist()
-
-
 @torch.no_grad()
 def test_one_file_accepts_draft_tokens(model: PreTrainedModel, prompts: list[torch.Tensor]) -> None:
-    head, steps, tokens = one_file.DraftHead.load(HEAD, model), 10, 0
+    head, steps, tokens = one_file.DraftHead.load(HEAD, model), 6, 0
     for prompt in prompts:
         stop = StoppingCriteriaList([MaxLengthCriteria(10**6)])
         text = one_file.Text(prompt, LogitsProcessorList(), stop, is_sampled=False)
@@ -85,12 +74,12 @@ def test_a_custom_generate_writes_plain_generates_tokens(folder: Path, family: s
     for more in ({}, drafts):
         torch.manual_seed(5)
         inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
-        text = model.generate(**inputs, max_new_tokens=40, **options, **more)
+        text = model.generate(**inputs, max_new_tokens=24, **options, **more)
         written.append(text.tolist())
         random_numbers.append(torch.rand(1).item())
     assert written[0] == written[1]
     assert random_numbers[0] == random_numbers[1]  # the next text goes on with the same ones
-    assert passes.count < 40 + 40  # some drafts were right
+    assert passes.count < 24 + 24  # some drafts were right
 
 
 class Passes:
@@ -104,10 +93,10 @@ class Passes:
         self.count += 1
 
 
-def test_a_custom_generate_stops_and_streams_as_plain_generate(model: Any, prompts: list[torch.Tensor]) -> None:
+def test_a_custom_generate_writes_stops_and_streams_as_plain_generate(model: Any, prompts: list[torch.Tensor]) -> None:
     options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "inputs": prompts[0]}
-    last = int(model.generate(**options)[0, -9])
-    for more in ({"eos_token_id": last}, {"max_new_tokens": None, "max_length": 64}):
+    last, short = int(model.generate(**options)[0, -5]), {"max_new_tokens": None, "max_length": prompts[0].shape[1] + 8}
+    for more in ({"eos_token_id": last}, short, {"inputs": prompts[1]}):
         streamed: list[int] = []
         streamer = ListStreamer(streamed)
         expected = model.generate(**{**options, **more})

@@ -51,6 +51,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(unpack(tmp_path_factory.mktemp("unzipped")), tmp_path_factory.mktemp("wheel"))
 
 
+@pytest.mark.slow
 def test_a_wheel_from_a_zip_file_holds_exactly_the_files_of_the_packages(wheel: Path) -> None:
     found = {name for name in contents(wheel) if ".dist-info/" not in name}
     assert len(found) > 200

@@ -23,6 +23,7 @@ from headstart.inference.engine.loop import DecodeLoop, generate_batch
 from headstart.inference.kernels import products
 from headstart.inference.kernels.fast_layers import pack_weights
 from headstart.inference.kernels.matmul import order_products
+from headstart.inference.targets import check
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import TargetSection
 
@@ -78,6 +79,7 @@ def test_the_command_prints_each_pass_and_the_operations_that_differ(
 ) -> None:
     target = target_of(make_family("llama"), torch.float32)
     monkeypatch.setattr(command.TargetModel, "load", lambda section, taps: target)
+    monkeypatch.setattr(command, "PROMPT_TOKENS", 20)
     target.model.model.layers[1].mlp.act_fn = ByCount()
     few = partial(compare, widths=(5,), batches=(3,))
     for compute, code, said in (
@@ -99,14 +101,12 @@ def test_a_trained_target_writes_the_same_texts_with_drafts_in_batches_and_from_
     section = {"path": str(ASSETS / "demo_target"), "dtype": dtype, "device": "cpu", "compile": False}
     target = TargetModel.load(TargetSection.model_validate(section), (2, 8, 13))
     head = load_drafting_head(ASSETS / "demo_head", target)
-    check_texts(target, head, prompts_of(target, 4), 20)
+    check_texts(target, head, prompts_of(target, 3), 12)
 
 
 def prompts_of(target: TargetModel, count: int) -> list[list[int]]:
     """Beginnings of unlike lengths that the target has written itself, so that texts go on like its training data."""
-    starts = [
-        Request([5 + 11 * number, 7 + number], 20 + number, Sampling(1.0, seed=number)) for number in range(count)
-    ]
+    starts = [Request([5 + 11 * number, 7 + number], 9 + number, Sampling(1.0, seed=number)) for number in range(count)]
     return [each.prompt + text.tokens for each, text in zip(starts, generate_batch(target, starts), strict=True)]
 
 
@@ -146,6 +146,7 @@ def test_an_activation_s_bits_depended_on_each_thread_s_share_of_a_large_prompt(
 def test_a_target_that_must_be_exact_is_refused_with_the_operation_that_differs_and_by_how_much(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(check, "EXACT_TOKENS", 16)
     section = {"path": str(ASSETS / "demo_target"), "dtype": "float32", "device": "cpu", "exact": True}
     target = TargetModel.load(TargetSection.model_validate(section), ())
     assert target.difference_in_bits is None

@@ -10,7 +10,7 @@ import torch
 import wandb
 from tiny_run import tiny_recipe
 
-from headstart.inference.report.command import report
+from headstart.inference.report import command
 from headstart.recipes import Recipe
 from headstart.trainers.tracking import Tracker
 
@@ -20,9 +20,10 @@ def test_the_report_uses_as_many_cpu_threads_as_the_recipe_says(
 ) -> None:
     counts: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
-    small = "report.num_prompts=1", "report.temperatures=[0]", "report.baselines=[plain]"
+    monkeypatch.setattr(command, "measure", None)
     folders = f"run_dir={tmp_path}", f"data.folder={harvested / 'run'}"
-    report(tiny_recipe(harvested, *folders, *small, "report.threads=3"))
+    with pytest.raises(TypeError):
+        command.report(tiny_recipe(harvested, *folders, "report.baselines=[plain]", "report.threads=3"))
     assert counts == [3]
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from tiny_run import make_dense
+from torch import Tensor
 
 from headstart.data_pipelines.features.batches import Sample, TrainingBatch
 from headstart.data_pipelines.features.shards import FeatureStore
@@ -76,14 +77,6 @@ def save(head: HeadOnRanks, found: dict[str, Tensor], path: Path) -> None:
 
 def named(found: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
     return {name.removeprefix(f"{kind}."): value for name, value in found.items() if name.startswith(f"{kind}.")}
-
-
-def make_dense(head: nn.Module) -> None:
-    """Change every weight, so that no zero weight hides a path through the head."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
 
 
 def accumulate(

@@ -126,7 +126,7 @@ def build_seeing_run(folder: Path) -> Path:
 
 def build_seeing_chat_run(folder: Path, **data: Any) -> Path:
     """`build_chat_run` for a target that reads images, which writes half of its prompts about three pictures."""
-    path = build_chat_run(folder, self_pictures=str(folder / "shown"), generate_batch=16, **data)
+    path = build_chat_run(folder, **{"self_pictures": str(folder / "shown"), "generate_batch": 16, **data})
     shutil.rmtree(folder / "target")
     build_seeing_target(folder / "target", tokenizer=build_letters(), eos_token_id=0)
     model = AutoModelForImageTextToText.from_pretrained(folder / "target")

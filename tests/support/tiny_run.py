@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import yaml
 from accelerate import PartialState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.data_pipelines.features.batches import Sample
@@ -110,7 +112,7 @@ def recipe_values(folder: Path) -> dict[str, Any]:
             "prompt_tokens": 24,
             "response_tokens": 12,
             "temperatures": [0.0, 0.8],
-            "generate_batch": 3,
+            "generate_batch": 5,
             "harvest_batch": 2,
             "heldout_samples": 4,
             "shard_samples": 5,
@@ -138,6 +140,14 @@ def build_run(folder: Path) -> Path:
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe_values(folder), sort_keys=False))
     return path
+
+
+def copy_run(folder: Path, to: Path) -> Path:
+    """Copy a folder with a run, its target and its recipe, in which paths then name the new folder; returns that."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    recipe = to / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace(str(folder), str(to)))
+    return to
 
 
 def build_letters() -> PreTrainedTokenizerFast:
@@ -172,6 +182,14 @@ def tiny_recipe(folder: Path, *overrides: str) -> Recipe:
     """Load the recipe of a folder made by `build_run`, for a run in this process."""
     PartialState(cpu=True)  # the first PartialState of a process decides the device
     return load_recipe(folder / "recipe.yaml", overrides)
+
+
+def make_dense(head: nn.Module, amount: float = 0.2) -> None:
+    """Change every weight by noise, so that no zero weight hides a path through the head."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * amount)
 
 
 def recipe_with_random_head(folder: Path) -> Recipe:

@@ -14,8 +14,9 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from matrix import slow
 from server_run import Running, running
-from tiny_run import build_run, build_target, tiny_recipe
+from tiny_run import build_target, recipe_with_random_head
 
 from headstart.data_pipelines.features.batches import Sample
 from headstart.data_pipelines.features.features import tap
@@ -28,7 +29,7 @@ from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
 from headstart.inference.serve.command import load
-from headstart.inference.serve.options import ServerSettings, serve_options
+from headstart.inference.serve.options import serve_options
 from headstart.inference.serve.traffic import Traffic
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import load_tokenizer, text_of
@@ -55,19 +56,17 @@ def random_head(recipe: Recipe, folder: Path, seed: int) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
-    build_run(tmp_path)
-    recipe = tiny_recipe(tmp_path)
-    random_head(recipe, recipe.head_dir, 0)
-    return recipe
+    return recipe_with_random_head(tmp_path)
 
 
 @contextmanager
-def serving(recipe: Recipe, *more: str, settings: ServerSettings | None = None) -> Iterator[Running]:
-    arguments = [str(recipe.run_dir.parent / "recipe.yaml"), "--adapt-memory", "0.01", "--always-draft", *more]
-    options = serve_options(None, arguments)
+def serving(recipe: Recipe, *more: str, **settings: Any) -> Iterator[Running]:
+    """A server of the recipe's head, with --adapt-memory 0.01 unless `more` is given."""
+    more = more or ("--adapt-memory", "0.01")
+    options = serve_options(None, [str(recipe.run_dir.parent / "recipe.yaml"), "--always-draft", *more])
     with ThreadPoolExecutor(1) as thread:
         served = thread.submit(load, options, thread).result()
-        with running(served, settings or replace(options.settings, max_batch=4)) as server:
+        with running(served, replace(options.settings, max_batch=4, **settings)) as server:
             yield server
 
 
@@ -87,7 +86,7 @@ def facts(server: Running) -> dict[str, object]:
     return dict(httpx.get(f"{server.url}/adapt").json())
 
 
-@pytest.mark.parametrize("count", [16, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [10, slow(200)])
 def test_texts_are_those_of_plain_decoding_while_heads_swap(recipe: Recipe, tmp_path: Path, count: int) -> None:
     heads = [random_head(recipe, tmp_path / f"head-{seed}", seed) for seed in range(4)]
     asked = [(PROMPTS[n % 40] + [n // 40 + 70], [0.0, 1.0][n % 2], n) for n in range(count)]
@@ -127,16 +126,12 @@ def test_a_head_that_does_not_fit_is_refused_and_the_old_one_goes_on(recipe: Rec
 
 
 def test_traffic_is_for_this_machine_and_absent_without_the_option(recipe: Recipe) -> None:
-    settings = ServerSettings(("tiny",), api_keys=("secret",))
     right = {"Authorization": "Bearer secret"}
-    with serving(recipe, settings=settings) as server:
+    with serving(recipe, api_keys=("secret",)) as server:
         for headers, code in ({}, 401), (right, 200), ({**right, "X-Forwarded-For": "203.0.113.5"}, 403):
             assert httpx.get(f"{server.url}/adapt/traffic", headers=headers).status_code == code
-    arguments = [str(recipe.run_dir.parent / "recipe.yaml"), "--always-draft"]
-    with ThreadPoolExecutor(1) as thread:
-        served = thread.submit(load, serve_options(None, arguments), thread).result()
-        with running(served, ServerSettings(("tiny",))) as server, pytest.raises(RefusedError, match="--adapt-memory"):
-            AdaptingServer(server.url).facts()
+    with serving(recipe, "--max-batch", "2") as server, pytest.raises(RefusedError, match="--adapt-memory"):
+        AdaptingServer(server.url).facts()
 
 
 def test_recorded_states_are_those_of_one_pass_over_the_text(recipe: Recipe) -> None:
@@ -188,9 +183,9 @@ def demo() -> tuple[DraftHead, list[Sample], list[int]]:
     head = load_head_for(ROOT / "assets/demo_head", target.frozen)
     target = TargetModel.load(TargetSection(path=str(ROOT / "assets/demo_target"), dtype="float32"), head.taps)
     tokenizer = load_tokenizer(ROOT / "assets/demo_target")
-    rows = (ROOT / "assets/demo_target/heldout_prompts.jsonl").read_text().splitlines()[:12]
+    rows = (ROOT / "assets/demo_target/heldout_prompts.jsonl").read_text().splitlines()[:8]
     prompts = [tokenizer(json.loads(row)["prompt"])["input_ids"][:40] for row in rows]
-    written = generate_batch(target, [Request(prompt, 24) for prompt in prompts], head_drafter(head, Dynamic.chain(3)))
+    written = generate_batch(target, [Request(prompt, 16) for prompt in prompts], head_drafter(head, Dynamic.chain(3)))
     samples = texts_of(target, [(prompt, each.tokens) for prompt, each in zip(prompts, written, strict=True)])
     return head, samples, [each.stats.steps for each in written]
 

@@ -1,6 +1,5 @@
 """Laws of training block heads: which blocks are drawn, what each level is scored against, and that runs resume."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from drafting import a_sample
 from torch import Tensor
 from torch.testing import assert_close
 
+from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.batches import Sample, TrainingBatch, pack
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.block import BlockHead
@@ -27,16 +27,8 @@ from headstart.trainers.objectives.unrolled import Teacher
 MakeHead = Callable[..., BlockHead]
 MakeRecipe = Callable[..., Recipe]
 DSPARK = Objective("total_variation", 1.8, text_weight=0.1, unroll_weights=(1.0, 0.7, 0.5, 0.3))
-BLOCK = (
-    "head.kind=block",
-    "head.block_size=4",
-    "head.markov_rank=6",
-    "head.taps=[2, 3, 4]",
-    "train.unroll=4",
-    "train.anchors=5",
-)
-
-
+HEAD = "head={kind: block, block_size: 4, markov_rank: 6, taps: [2, 3, 4], draft_vocab_size: 80}"
+BLOCK = HEAD, "train.unroll=4", "train.anchors=5"
 SAMPLES = [
     a_sample(12, range(3, 12), 1),
     a_sample(9, range(2, 6), 2),
@@ -184,5 +176,5 @@ def test_a_run_trains_measures_and_writes_a_block_head(harvested: Path, make_rec
     assert len(head.vocab.ids) == 80
     assert head.shape.mask_token_id not in head.vocab.ids
     assert head.calibration.tree is not None
-    rows = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
-    assert {f"heldout/accuracy_{level}" for level in range(4)} < {name for row in rows for name in row}
+    names = {name for row in read_jsonl(recipe.metrics_path) for name in row}
+    assert {f"heldout/accuracy_{level}" for level in range(4)} < names

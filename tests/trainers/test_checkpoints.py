@@ -34,14 +34,8 @@ def loaded_step(checkpoints: Checkpoints) -> int:
     return found.step
 
 
-def test_rotation_keeps_the_two_newest(tmp_path: Path) -> None:
-    checkpoints = saved(tmp_path, 5, 10, 95, 100)  # by number, not by name
-    assert checkpoints.steps() == [95, 100]
-    assert loaded_step(checkpoints) == 100
-    assert names(tmp_path) == ["step-100", "step-95"]
-
-
-def test_a_half_written_checkpoint_is_ignored(tmp_path: Path) -> None:
+def test_the_two_newest_are_kept_half_written_ones_ignored_and_other_folders_stand_beside_them(tmp_path: Path) -> None:
+    """A copy named step-10-copy stopped the run with "invalid literal for int()"."""
     checkpoints = saved(tmp_path, 5)
     (tmp_path / "step-7.partial").mkdir()
     (tmp_path / "step-7.partial/head.safetensors").write_bytes(b"half")
@@ -49,17 +43,14 @@ def test_a_half_written_checkpoint_is_ignored(tmp_path: Path) -> None:
     assert loaded_step(checkpoints) == 5
     checkpoints.save(snapshot(10))
     assert names(tmp_path) == ["step-10", "step-5"]
-
-
-def test_folders_that_are_not_ours_stand_beside_checkpoints(tmp_path: Path) -> None:
-    """A copy named step-10-copy stopped the run with "invalid literal for int()"."""
-    checkpoints = saved(tmp_path, 5, 10)
     for name in ("step-10-copy", "step-", "step-011", "step-12.old"):
         shutil.copytree(tmp_path / "step-10", tmp_path / name)
     (tmp_path / "step-13").write_text("a file")
     assert loaded_step(checkpoints) == 10
-    checkpoints.save(snapshot(15))
-    assert checkpoints.steps() == [10, 15]
+    for step in (95, 100):
+        checkpoints.save(snapshot(step))
+    assert checkpoints.steps() == [95, 100]  # by number, not by name
+    assert loaded_step(checkpoints) == 100
     assert (tmp_path / "step-10-copy/state.json").is_file()
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from bad_inputs import assert_message
 from safetensors.torch import load_file
-from tiny_run import contents, tiny_recipe, write_prompts
+from tiny_run import contents, copy_run, tiny_recipe, write_prompts
 
 from headstart.recipes import Recipe
 from headstart.trainers import run
@@ -33,85 +34,56 @@ def test_more_steps_continue_a_finished_run(
     assert rows == sorted(rows)
 
 
-def copied(folder: Path, to: Path) -> Path:
-    shutil.copytree(folder, to)
-    recipe = to / "recipe.yaml"
-    recipe.write_text(recipe.read_text().replace(str(folder), str(to)))
-    return to
-
-
 @pytest.fixture(scope="module")
 def trained_once(harvested: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = copied(harvested, tmp_path_factory.mktemp("trained") / "folder")
+    folder = copy_run(harvested, tmp_path_factory.mktemp("trained"))
     run(tiny_recipe(folder))
     return folder
 
 
 @pytest.fixture
 def trained(trained_once: Path, tmp_path: Path) -> Path:
-    return copied(trained_once, tmp_path / "folder")
+    return copy_run(trained_once, tmp_path)
 
 
-def test_another_field_is_refused_with_more_steps_too(trained: Path) -> None:
-    with pytest.raises(ValueError, match=r"train.unroll: checkpoint 3, recipe 2") as error:
-        run(tiny_recipe(trained, "train.steps=12", "train.unroll=2"))
-    assert "train.steps" not in str(error.value)
-
-
-def test_a_damaged_checkpoint_is_named_and_the_run_s_start_is_kept(trained: Path) -> None:
-    """Its start was noted anew, as if no step had been taken."""
+def test_a_damaged_checkpoint_and_a_damaged_note_on_the_start_are_named_and_the_start_is_kept(trained: Path) -> None:
+    """The start was noted anew, as if no step had been taken."""
     recipe = tiny_recipe(trained, "train.steps=12")
     start = (recipe.checkpoints_dir / "start.json").read_bytes()
     (recipe.checkpoints_dir / "start.json").touch()
     newest = max(recipe.checkpoints_dir.glob("step-*"))
+    state = (newest / "state.json").read_text()
     (newest / "state.json").write_text("{")
     with pytest.raises(ValueError, match=rf"{newest} cannot be read .*; remove it to resume from step-"):
         run(recipe)
     assert (recipe.checkpoints_dir / "start.json").read_bytes() == start
-
-
-def test_a_damaged_note_on_the_start_names_its_file(trained: Path) -> None:
-    recipe = tiny_recipe(trained)
+    (newest / "state.json").write_text(state)
     shutil.rmtree(recipe.head_dir)
     (recipe.checkpoints_dir / "start.json").write_text("{")
     with pytest.raises(ValueError, match=r"start\.json cannot be read .* remove .*checkpoints to start over"):
-        run(recipe)
+        run(tiny_recipe(trained))
 
 
-@pytest.fixture
-def finished(trained: Path) -> Path:
-    """The same, and the file of prompts has since grown to 24."""
+def test_more_prompts_continue_a_finished_run_with_the_same_draft_vocabulary_if_steps_are_left(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_prompts(trained / "prompts.jsonl", count=24, first=0)
-    return trained
-
-
-def test_more_prompts_continue_a_finished_run_with_the_same_draft_vocabulary(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = tiny_recipe(finished, "data.num_prompts=24", "train.steps=12")
-    before = load_file(recipe.head_dir / "model.safetensors")
-    capsys.readouterr()
-    run(recipe)
-    printed = capsys.readouterr().out
-    assert "continuing after step 8; kept: the head's weights, its draft vocabulary" in printed
-    assert "features: 24 training samples instead of 12" in printed
-    assert "resuming after step 8" in printed
-    after = load_file(recipe.head_dir / "model.safetensors")
-    assert after["d2t"].equal(before["d2t"])
-    assert not after["fc.weight"].equal(before["fc.weight"])
-
-
-def test_more_prompts_without_more_steps_say_that_no_steps_are_left(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = tiny_recipe(finished, "data.num_prompts=24")
-    before = contents(recipe.head_dir)
+    recipe = tiny_recipe(trained, "data.num_prompts=24")
+    before, weights = contents(recipe.head_dir), load_file(recipe.head_dir / "model.safetensors")
     run(recipe)
     assert "no steps are left for the new samples: raise train.steps above 8" in capsys.readouterr().out
     assert contents(recipe.head_dir) == before
+    run(tiny_recipe(trained, "data.num_prompts=24", "train.steps=12"))
+    said = "continuing after step 8; kept: the head's weights, its draft vocabulary | resuming after step 8"
+    assert_message(capsys.readouterr().out, f"{said} | features: 24 training samples instead of 12")
+    after = load_file(recipe.head_dir / "model.safetensors")
+    assert after["d2t"].equal(weights["d2t"])
+    assert not after["fc.weight"].equal(weights["fc.weight"])
 
 
-def test_other_data_does_not_continue_a_run(finished: Path) -> None:
-    with pytest.raises(ValueError, match="made from other inputs") as error:
-        run(tiny_recipe(finished, "data.temperatures=[0.5]", "train.steps=12"))
-    assert "checkpoints" in str(error.value)  # among the folders to remove
+def test_another_field_and_other_data_are_refused_with_more_steps_too(trained: Path) -> None:
+    with pytest.raises(ValueError, match=r"train.unroll: checkpoint 3, recipe 2") as error:
+        run(tiny_recipe(trained, "train.steps=12", "train.unroll=2"))
+    assert "train.steps" not in str(error.value)
+    with pytest.raises(ValueError, match=r"(?s)made from other inputs.*checkpoints"):  # among the folders to remove
+        run(tiny_recipe(trained, "data.temperatures=[0.5]", "train.steps=12"))

@@ -91,23 +91,20 @@ def test_each_job_makes_the_part_of_its_number(launcher: str, tmp_path: Path) ->
     assert harvest_arguments("", typed[1:])[1] == Share(3, 64)
 
 
-def test_muon_is_refused_where_ranks_hold_slices() -> None:
+def test_muon_is_refused_where_ranks_hold_slices_and_untested_deepspeed_settings_everywhere() -> None:
     refuse_muon(TrainSection(steps=1), "FSDP2")
     with pytest.raises(ValueError, match=r"train\.optimizer: muon given, only adamw is allowed; FSDP2 slices"):
         refuse_muon(TrainSection(steps=1, optimizer="muon"), "FSDP2")
-
-
-@pytest.mark.parametrize("asked", [{"zero_stage": 1}, {"zero_stage": 3, "offload_optimizer_device": "cpu"}])
-def test_untested_deepspeed_settings_are_refused(asked: dict[str, Any]) -> None:
     refuse_deepspeed(DeepSpeedPlugin(zero_stage=3))
-    with pytest.raises(ValueError, match=r"DeepSpeed for stage \d, offloading to .*zero2\.yaml or zero3\.yaml"):
-        refuse_deepspeed(DeepSpeedPlugin(**asked))
+    asked: list[dict[str, Any]] = [{"zero_stage": 1}, {"zero_stage": 3, "offload_optimizer_device": "cpu"}]
+    for settings in asked:
+        with pytest.raises(ValueError, match=r"DeepSpeed for stage \d, offloading to .*zero2\.yaml or zero3\.yaml"):
+            refuse_deepspeed(DeepSpeedPlugin(**settings))
 
 
 @pytest.fixture(scope="module")
 def one_process(harvested: Path) -> dict[str, Tensor]:
-    finish(launch("one", 1, "tests/support/rank_steps.py", harvested, harvested / "one.safetensors"))
-    found = load_file(harvested / "one.safetensors")
+    found = steps_of(harvested, "one", 1, harvested / "one.safetensors")
     norms = [float(found[f"norm.{step}"]) for step in range(4)]
     assert min(norms) < CLIP_NORM < max(norms)  # some gradients are clipped, others are not
     return found
@@ -121,24 +118,25 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], most: flo
         assert error < most, f"{name}: {error:.1e}"
 
 
+def steps_of(folder: Path, config_name: str, ranks: int, result: Path) -> dict[str, Tensor]:
+    finish(launch(config_name, ranks, "tests/support/rank_steps.py", folder, result))
+    return load_file(result)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("config_name", "ranks"), CONFIGS)
+@pytest.mark.parametrize(("config_name", "ranks"), [*CONFIGS, pytest.param("fsdp2", 4, id="HSDP: two machines of two")])
 def test_every_launch_takes_the_same_steps(
-    harvested: Path, one_process: dict[str, Tensor], tmp_path: Path, config_name: str, ranks: int
+    harvested: Path,
+    one_process: dict[str, Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config_name: str,
+    ranks: int,
 ) -> None:
     """Loss, gradient, gradient norm, weights and optimizer state agree, tensor by tensor."""
-    finish(launch(config_name, ranks, "tests/support/rank_steps.py", harvested, tmp_path / "result.safetensors"))
-    assert_same(load_file(tmp_path / "result.safetensors"), one_process)
-
-
-@pytest.mark.slow
-def test_machines_that_each_have_all_slices_of_the_head_take_the_same_steps(
-    harvested: Path, one_process: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """HSDP: two machines of two ranks."""
-    monkeypatch.setenv("RANKS_OF_A_MACHINE", "2")
-    finish(launch("fsdp2", 4, "tests/support/rank_steps.py", harvested, tmp_path / "result.safetensors"))
-    assert_same(load_file(tmp_path / "result.safetensors"), one_process)
+    if ranks == 4:  # each machine has all slices of the head
+        monkeypatch.setenv("RANKS_OF_A_MACHINE", "2")
+    assert_same(steps_of(harvested, config_name, ranks, tmp_path / "result.safetensors"), one_process)
 
 
 @pytest.mark.slow
@@ -150,13 +148,10 @@ def test_a_block_head_takes_the_same_steps_under_every_launch(harvested: Path, t
     folder = tmp_path / "block"
     shutil.copytree(harvested / "target", folder / "target")
     (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
-    found = []
-    for config_name, ranks in (("one", 1), ("ddp", 2), ("fsdp2", 2)):
-        result = tmp_path / f"{config_name}.safetensors"
-        finish(launch(config_name, ranks, "tests/support/rank_steps.py", folder, result))
-        found.append(load_file(result))
-    for other in found[1:]:
-        assert_same(other, found[0])
+    configs = ("one", 1), ("ddp", 2), ("fsdp2", 2)
+    one, *others = (steps_of(folder, name, ranks, tmp_path / f"{name}.safetensors") for name, ranks in configs)
+    for other in others:
+        assert_same(other, one)
 
 
 @pytest.mark.slow
@@ -170,11 +165,8 @@ def test_bfloat16_takes_the_same_steps_under_every_launch(
     values["train"] |= {"precision": "bfloat16"}
     (tmp_path / "target").symlink_to(harvested / "target")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
-    found = {}
-    for config_name in ("ddp", "fsdp2", "zero2", "zero3"):
-        result = tmp_path / f"{config_name}.safetensors"
-        finish(launch(config_name, 2, "tests/support/rank_steps.py", tmp_path, result))
-        found[config_name] = load_file(result)
+    names = "ddp", "fsdp2", "zero2", "zero3"
+    found = {name: steps_of(tmp_path, name, 2, tmp_path / f"{name}.safetensors") for name in names}
     assert {tensor.dtype for each in found.values() for tensor in each.values()} == {torch.float32}
     first = {name: tensor for name, tensor in found["ddp"].items() if re.match(r"(loss|gradient)\.0\b", name)}
     assert all(not torch.equal(tensor, one_process[name]) for name, tensor in first.items())  # it is in effect

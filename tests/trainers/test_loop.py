@@ -1,6 +1,5 @@
 """Laws of the training loop: a killed run ends in the same weights, and nothing fails silently."""
 
-import json
 import math
 import signal
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from matrix import slow_unless
 from safetensors.torch import load_file
 from tiny_run import contents, write_shard
 
+from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.batches import Sample, TrainingBatch
 from headstart.data_pipelines.features.shards import FeatureStore, shard_name, write_manifest
 from headstart.heads.frozen import FrozenTarget
@@ -32,13 +32,8 @@ def frozen(harvested: Path) -> FrozenTarget:
     return FrozenTarget.from_folder(harvested / "target", torch.float32)
 
 
-def rows(recipe: Recipe) -> list[tuple[int, str]]:
-    lines = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
-    return [(line["step"], next(name.partition("/")[0] for name in line if "/" in name)) for line in lines]
-
-
 def numbers(recipe: Recipe) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
+    lines = read_jsonl(recipe.metrics_path)
     return [{name: value for name, value in line.items() if "per_second" not in name} for line in lines]
 
 
@@ -78,9 +73,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(make_recipe: Callable[...,
     for folder in ("checkpoints_dir", "head_dir", "tuned_target_dir"):
         assert contents(getattr(cut, folder)) == contents(getattr(whole, folder)), folder
     assert numbers(cut) == numbers(whole)
-    assert rows(cut) == [
-        row for step in range(1, 9) for row in [(step, "train"), *[(step, "heldout")] * (step % 4 == 0)]
-    ]
+    assert [line["step"] for line in numbers(cut)] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]  # measured after 4 and 8
 
 
 def test_a_plain_eagle_3_head_is_saved_with_the_scales_of_its_taps(
@@ -106,14 +99,16 @@ def test_a_plain_eagle_3_head_is_saved_with_the_scales_of_its_taps(
 def test_measuring_and_logging_do_not_change_the_weights(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    often, rarely = make_recipe("often", "train.checkpoint_every=2", "train.eval_prompts=1"), make_recipe("rarely")
+    short = "train.steps=4", "train.warmup_steps=1"
+    often = make_recipe("often", *short, "train.checkpoint_every=2", "train.eval_prompts=1")
+    rarely = make_recipe("rarely", *short)
     run(often)
-    monkeypatch.setattr(loop, "LOG_EVERY", 8)
+    monkeypatch.setattr(loop, "LOG_EVERY", 4)
     run(rarely)
     weights = [contents(recipe.head_dir)["model.safetensors"] for recipe in (rarely, often)]
     assert weights[0] == weights[1]
     taus = [line["heldout/tau"] for line in numbers(often) if "heldout/tau" in line]
-    assert len(taus) == 4
+    assert len(taus) == 2
     assert all(1 <= tau <= often.decode.depth + 1 for tau in taus)
 
 
@@ -158,10 +153,8 @@ def assert_stops_in(recipe: Recipe, step: int, what: str) -> None:
     spoiled = SampleOrder([5, 5, 2], recipe.seed).of_step(step - 1, recipe.train.batch_size)
     with pytest.raises(ValueError, match=f"the {what} of step {step} is not finite") as refusal:
         run(recipe)
-    assert all(
-        f"{number} (row {number % 5} of train-0000{number // 5}.safetensors)" in str(refusal.value)
-        for number in spoiled
-    )
+    named = [f"{number} (row {number % 5} of train-0000{number // 5}.safetensors)" for number in spoiled]
+    assert all(each in str(refusal.value) for each in named)
     assert not recipe.head_dir.exists()
     assert max(recipe.checkpoints_dir.glob("step-*")).name == f"step-{step - 1}"
     newest = load_file(recipe.checkpoints_dir / f"step-{step - 1}/head.safetensors")
@@ -193,17 +186,12 @@ def test_a_non_finite_gradient_stops_before_it_reaches_the_weights(make_recipe: 
 
 def test_non_finite_features_are_named_by_shard_and_row(make_recipe: Callable[..., Recipe]) -> None:
     recipe = make_recipe("run")
-    features, names = FeatureStore(recipe.features_dir, "train"), ["train-00000.safetensors", "train-00001.safetensors"]
+    features = FeatureStore(recipe.features_dir, "train")
     about = {key: value for key, value in features.about.items() if key != "shards"}
-    samples = [features[number] for number in range(12)]
-    samples[7] = replace(samples[7], taps=samples[7].taps.clone().index_fill_(0, torch.tensor([1]), math.nan))
-    made_from = "spoiled"
-    for index in range(3):
-        path, part = recipe.features_dir / shard_name("train", index), samples[5 * index : 5 * index + 5]
-        write_shard(path, part, features.taps, made_from, recipe.data.dtype)
-    every = [path.name for path in recipe.features_dir.glob("*.safetensors")]
-    assert set(names) < set(every)
-    write_manifest(recipe.features_dir, every, about)
+    samples = [features[number] for number in range(5, 10)]
+    samples[2] = replace(samples[2], taps=samples[2].taps.clone().index_fill_(0, torch.tensor([1]), math.nan))
+    write_shard(recipe.features_dir / shard_name("train", 1), samples, features.taps, "spoiled", recipe.data.dtype)
+    write_manifest(recipe.features_dir, [path.name for path in recipe.features_dir.glob("*.safetensors")], about)
     with pytest.raises(ValueError, match=r"the features of samples 7 \(row 2 of train-00001\.safetensors\) are not"):
         run(recipe)
 

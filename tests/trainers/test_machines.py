@@ -71,6 +71,12 @@ def launch_training(folder: Path, *by_machine: tuple[str, ...], config: str = "d
     ]
 
 
+def train_together(folder: Path, run_dir: str, config: str) -> None:
+    machines = launch_training(folder, (run_dir,), (run_dir,), config=config)
+    printed = outputs(machines, seconds=900)
+    assert [machine.returncode for machine in machines] == [0, 0], "\n".join(printed)
+
+
 def outputs(machines: list[subprocess.Popen[str]], seconds: float = 300) -> list[str]:
     try:
         return [machine.communicate(timeout=seconds)[0] for machine in machines]
@@ -99,9 +105,7 @@ def wait_for_steps(folder: Path, steps: int) -> None:
 @pytest.mark.parametrize("config", ["ddp", "fsdp2", *(pytest.param(each, marks=needs_deepspeed) for each in ZERO)])
 def test_two_machines_that_share_only_run_dir_train_what_one_trains(folder: Path, config: str) -> None:
     shared = f"run_dir={folder / 'shared'}"
-    machines = launch_training(folder, (shared,), (shared,), config=config)
-    printed = outputs(machines, seconds=900)
-    assert [machine.returncode for machine in machines] == [0, 0], "\n".join(printed)
+    train_together(folder, shared, config)
     train_alone(folder, f"run_dir={folder / 'alone'}")
     found, expected = (load_file(folder / name / "head/model.safetensors") for name in ("shared", "alone"))
     assert_close(found, expected, rtol=1e-3, atol=1e-4)
@@ -119,9 +123,7 @@ def test_two_machines_that_share_only_a_bucket_train_what_one_trains(
     with moto_server() as server:
         for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": server}.items():
             monkeypatch.setenv(name, value)
-        machines = launch_training(folder, (url,), (url,), config=config)
-        printed = outputs(machines, seconds=900)
-        assert [machine.returncode for machine in machines] == [0, 0], "\n".join(printed)
+        train_together(folder, url, config)
         own = {"HOME": str(folder / "machine1"), "HEADSTART_CACHE": str(folder / "machine1" / "cache")}
         for run_dir, variables in ((url, own), (f"run_dir={folder}/alone", {})):
             for steps in ("train.steps=8", "train.steps=12"):
@@ -134,9 +136,8 @@ def test_two_machines_that_share_only_a_bucket_train_what_one_trains(
     assert_close(found, load_file(folder / "alone/head/model.safetensors"), rtol=1e-6, atol=1e-6)
 
 
-def test_machines_without_a_shared_folder_are_refused_by_name_within_30_seconds(folder: Path) -> None:
+def test_machines_without_a_shared_folder_are_refused_by_name_within_a_minute(folder: Path) -> None:
     """Each went its own way: one resumed at step 20, the other at 0, and a wrong checkpoint was saved."""
-    started = time.monotonic()
     machines = launch_training(folder, (f"run_dir={folder / 'a'}",), (f"run_dir={folder / 'b'}",))
     printed = outputs(machines, seconds=60)
     assert all(machine.returncode for machine in machines)
@@ -146,8 +147,6 @@ def test_machines_without_a_shared_folder_are_refused_by_name_within_30_seconds(
         assert "a run_dir that all of them share" in output
     assert not (folder / "a").exists()
     assert not (folder / "b").exists()
-    seconds = time.monotonic() - started
-    print(f"refused after {seconds:.0f} s")
 
 
 @pytest.mark.parametrize("victim", [0, 1])

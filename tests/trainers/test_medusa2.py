@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from saved_tensors import SavedForBackward, storage_of
 from tiny_run import contents, tiny_recipe
 from torch.testing import assert_close
 
+from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.batches import TrainingBatch
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.heads.base import LevelHead
@@ -50,8 +52,9 @@ def joint(mode: str, **fields: float) -> str:
 def tuned(request: pytest.FixtureRequest, harvested: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     folder = tmp_path_factory.mktemp("tuned") / "run"
     shutil.copytree(harvested / "run", folder)
-    measured = "train.eval_prompts=1", "train.checkpoint_every=8", "report.num_prompts=1", "report.temperatures=[0.9]"
-    recipe = tiny_recipe(harvested, f"run_dir={folder}", *MEDUSA, joint(request.param), *measured)
+    measured = "train.eval_prompts=1", "train.checkpoint_every=8"
+    reported = "report.num_prompts=1", "report.temperatures=[0.9]", "report.baselines=[plain, tree]"
+    recipe = tiny_recipe(harvested, f"run_dir={folder}", *MEDUSA, joint(request.param), *measured, *reported)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headstart.trainers.loop.LOG_EVERY", 1)
         run(recipe)
@@ -82,7 +85,7 @@ def test_the_head_changes_no_token_of_the_tuned_target(tuned: Recipe, harvested:
     head = load_head_for(tuned.head_dir, target.frozen)
     assert head.origin == TargetOrigin.of(tuned.tuned_target_dir)
     for sampling in (Sampling(), Sampling(0.9, seed=4)):
-        requests = [Request([5, 6, 7], 20, sampling), Request([40, 41], 20, sampling)]
+        requests = [Request([5, 6, 7], 10, sampling), Request([40, 41], 10, sampling)]
         plain = generate_batch(target, requests)
         drafted = generate_batch(target, requests, head_drafter(head, Dynamic(2, 2, 4)))
         assert [each.tokens for each in drafted] == [each.tokens for each in plain]
@@ -139,12 +142,8 @@ def test_the_heads_loss_and_the_divergence_both_reach_the_target(make_recipe: Ma
             expected = expected + (here[0].exp() * (here[0] - here[1])).sum() / counts[0]
         for level in range(2):
             if column - 2 - level >= 0:
-                hidden = head(
-                    features[row : row + 1],
-                    batch.tokens[row : row + 1],
-                    torch.arange(batch.tokens.shape[1]),
-                    level=level,
-                )
+                alone, tokens = features[row : row + 1], batch.tokens[row : row + 1]
+                hidden = head(alone, tokens, torch.arange(tokens.shape[1]), level=level)
                 guess = head.logits(hidden, level)[0, column - 2 - level].log_softmax(-1)
                 soft = -(log_q[row, column - 1].detach().exp() * guess).sum()
                 expected = expected + 0.8**level * soft / counts[level]
@@ -157,7 +156,7 @@ def test_the_heads_loss_and_the_divergence_both_reach_the_target(make_recipe: Ma
 
 def test_the_divergence_from_the_original_is_logged(tuned: Recipe) -> None:
     """Per token, over the held-out samples; reading them with both targets gives the same."""
-    lines = [json.loads(line) for line in tuned.metrics_path.read_text().splitlines()]
+    lines: list[Any] = list(read_jsonl(tuned.metrics_path))
     trained = [line.get("train/divergence") for line in lines if "train/loss_0" in line]
     assert trained[:2] == [None, None]  # the warm-up
     assert trained[2] == pytest.approx(0, abs=1e-6)  # the target has not moved yet
@@ -201,7 +200,7 @@ def test_joint_training_in_bfloat16_follows_that_in_float32(make_recipe: MakeRec
     for precision in ("float32", "bfloat16"):
         recipe = make_recipe(precision, *MEDUSA, joint(mode, learning_rate=1e-3), f"train.precision={precision}")
         run(recipe)
-        measured = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()][-1]
+        *_, measured = read_jsonl(recipe.metrics_path)
         found[precision] = measured["heldout/loss_0"], measured["heldout/divergence"]
         state = load_file(recipe.checkpoints_dir / "step-8/target.safetensors")
         assert {tensor.dtype for tensor in state.values()} == {torch.float32}
@@ -223,7 +222,7 @@ def test_the_head_is_reported_and_exported_only_with_the_tuned_target(tuned: Rec
             command(tuned)
     recipe = on_tuned(tuned)
     assert (export(recipe) / "model.safetensors").is_file()
-    assert all(o.same == o.prompts for o in report(recipe) if o.method != "generate")
+    assert all(outcome.same == outcome.prompts for outcome in report(recipe))
 
 
 def test_sharding_the_trained_target_is_refused(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import slow
+from tiny_run import make_dense
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
@@ -56,10 +58,7 @@ def start_training(recipe: Recipe) -> Training:
     stores = [FeatureStore(features.folder, split) for split in ("train", "heldout")]
     frozen = FrozenTarget.from_folder(locate_target(recipe.target.path), torch.float32)
     head = build_head(recipe, frozen, start_of_run(recipe, features, frozen, stores[0]))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in head.parameters():  # a zero weight would hide a path through the head
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    make_dense(head, 0.1)
     inputs = TrainingInputs(frozen, stores[0], stores[1], None)
     return Training.start(recipe, head, inputs, start_accelerator(recipe), None)
 
@@ -122,10 +121,9 @@ def test_one_micro_batch_of_features_is_in_memory_at_a_time(
 
     def watching(stored: TrainingBatch, device: torch.device, dtype: torch.dtype | None = None) -> TrainingBatch:
         batch = on_device(stored, device, dtype)
-        if dtype is None:
-            return batch
-        alive.append(weakref.ref(batch))
-        most[0] = max(most[0], sum(each() is not None for each in alive))
+        if dtype is not None:
+            alive.append(weakref.ref(batch))
+            most[0] = max(most[0], sum(each() is not None for each in alive))
         return batch
 
     monkeypatch.setattr(TrainingBatch, "to", watching)
@@ -144,11 +142,11 @@ def test_one_micro_batch_of_features_is_in_memory_at_a_time(
     "head",
     [
         "{kind: eagle3, draft_vocab_size: 80}",
-        pytest.param("{kind: eagle1}", marks=pytest.mark.slow),
-        pytest.param("{kind: medusa, medusa_heads: 3}", marks=pytest.mark.slow),
+        slow("{kind: eagle1}"),
+        slow("{kind: medusa, medusa_heads: 3}"),
         "{kind: medusa, medusa_heads: 3, lm_head_rank: 4}",
-        pytest.param("{kind: block, block_size: 3}", marks=pytest.mark.slow),
-        pytest.param("{kind: block, block_size: 4, markov_rank: 0}", marks=pytest.mark.slow),
+        slow("{kind: block, block_size: 3}"),
+        slow("{kind: block, block_size: 4, markov_rank: 0}"),
     ],
 )
 def test_training_in_bfloat16_follows_training_in_float32(make_recipe: Callable[..., Recipe], head: str) -> None:

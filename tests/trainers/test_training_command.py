@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 from bad_inputs import assert_message
+from launches import ROOT, finish
 from safetensors.torch import load_file
 from tiny_run import build_run, contents, logged_step, quiet_environment
 
 from headstart.heads.target_config import TargetOrigin
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def start(recipe: Path, *overrides: str) -> subprocess.Popen[str]:
@@ -26,12 +25,6 @@ def start(recipe: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, cwd=recipe.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    return output
 
 
 EVALUATED = "train.eval_prompts=1"
@@ -106,11 +99,6 @@ def test_a_trainer_refuses_the_head_of_the_other_trainer_and_names_it(
     assert not (tmp_path / "run").exists()
 
 
-def wait_for_step(metrics: Path, step: int, process: subprocess.Popen[str]) -> None:
-    while process.poll() is None and logged_step(metrics) < step:
-        time.sleep(0.01)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_after_the_current_step_and_the_same_command_continues(
@@ -120,7 +108,8 @@ def test_a_signal_saves_after_the_current_step_and_the_same_command_continues(
     copy_stages(finished, stopped)
     options = *LONGER, f"run_dir={stopped}", "train.checkpoint_every=60"
     process = start(finished / "recipe.yaml", *options)
-    wait_for_step(stopped / "metrics.jsonl", 10, process)
+    while process.poll() is None and logged_step(stopped / "metrics.jsonl") < 10:
+        time.sleep(0.01)
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == code, output

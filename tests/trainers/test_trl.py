@@ -1,6 +1,7 @@
 """Laws of the TRL callback: training with it is training without it, and new heads reach whatever generates."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 import torch
 from completion_server import Server, serving
 from datasets import Dataset
+from matrix import slow
 from tiny_run import recipe_with_random_head
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+import headstart.trl
 from headstart.heads.kinds.checkpoint import load_head, save_head
 from headstart.recipes import Recipe
 from headstart.recipes.schema_train import TrainSection
@@ -46,7 +49,7 @@ def make_trainer(recipe: Recipe, folder: Path, recorder: Recorder, steps: int = 
     policy = AutoModelForCausalLM.from_pretrained(recipe.target.path, dtype="float32")
     config = GRPOConfig(
         str(folder), max_steps=steps, per_device_train_batch_size=8, num_generations=4, steps_per_generation=2,
-        max_completion_length=10, learning_rate=1e-2, use_cpu=True, bf16=False, report_to="none", save_strategy="no",
+        max_completion_length=8, learning_rate=1e-2, use_cpu=True, bf16=False, report_to="none", save_strategy="no",
         disable_tqdm=True, seed=1,
     )  # fmt: skip
     prompts = Dataset.from_list([{"prompt": f"the head {number} " * (1 + number % 3)} for number in range(16)])
@@ -87,11 +90,26 @@ def test_training_is_the_same_without_drafts_with_a_frozen_head_and_with_new_one
     assert [Path(row["head"]).name for row in rows] == ["0000", "0001"]
 
 
+class InThisProcess:
+    """Does what a process would do, before it is looked at."""
+
+    def __init__(self, command: list[str]) -> None:
+        headstart.trl.main(Path(command[-1]))
+
+    def poll(self) -> int:
+        return 0
+
+    wait = poll
+
+
+@pytest.mark.parametrize("pretended", [True, slow(False)])
 def test_a_process_beside_the_trainer_makes_the_same_head(
-    recipe: Recipe, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    recipe: Recipe, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, pretended: bool
 ) -> None:
-    recorder = Recorder()
-    trainer = make_trainer(recipe, tmp_path, recorder, steps=2)
+    if pretended:
+        monkeypatch.setattr("headstart.trl.subprocess.Popen", InThisProcess)
+        monkeypatch.setattr(os, "nice", lambda _: None)
+    trainer = make_trainer(recipe, tmp_path, Recorder(), steps=2)
     callback = RefreshCallback(trainer, recipe.head_dir, tmp_path / "heads", every=2, beside=True, steps=2, train=FAST)
     trainer.add_callback(callback)
     trainer.train()
@@ -193,9 +211,7 @@ def test_a_vllm_server_gets_the_new_head_in_a_session_for_drafts(
 
 def test_a_trainer_that_takes_no_head_is_refused_by_name(recipe: Recipe, tmp_path: Path) -> None:
     trainer: Any = make_trainer(recipe, tmp_path, Recorder())
-    with pytest.raises(
-        ValueError, match="trainer: SimpleNamespace given, one that generates, a GRPOTrainer, is allowed"
-    ):
+    with pytest.raises(ValueError, match="trainer: SimpleNamespace given, one that generates, a GRPOTrainer, is"):
         RefreshCallback(SimpleNamespace(), recipe.head_dir, tmp_path / "heads")
     trainer.use_vllm, trainer.vllm_mode = True, "colocate"
     with pytest.raises(ValueError, match="vllm_mode: colocate given, only server is allowed"):
