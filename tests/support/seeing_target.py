@@ -25,7 +25,7 @@ TEMPLATE = (
 TEXT: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,

@@ -26,7 +26,7 @@ def comparable(stats: DecodeStats) -> DecodeStats:
     return replace(stats, seconds=0.0, bytes_moved=0)
 
 
-SOME = ("half right head, fixed tree", "half right head, cost-aware chain", "truth hidden in a tree")
+SOME = ("half right head, fixed tree", "half right head, cost-aware chain")
 
 
 # A warning may be about a row in which no token has any probability left.
@@ -49,15 +49,15 @@ def test_a_batch_writes_what_its_requests_write_alone(target: TargetModel, texts
             assert [comparable(g.stats) for g in together] == [comparable(g.stats) for g in alone], max_batch
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 9])
-def test_static_steps_need_no_more_slots_than_a_drafter_declares(target: TargetModel, count: int) -> None:
+def test_static_steps_need_no_more_slots_than_a_drafter_declares(target: TargetModel) -> None:
     """Every tree has the declared 21 nodes, even at the very end of the longest request."""
-    text = generate(target, [5, 6, 7, 11], count).tokens
-    drafter = Hidden([5, 6, 7, 11, *text, *[1] * 9])
-    drafter.continuation = lambda prefix, remaining: [1] * 5  # however few tokens remain
-    drafter.random_below = lambda end: min(end - 1, 3)  # three random nodes per token, so trees have 1 + 5 * 4 nodes
-    drafter.max_nodes = 21
-    assert generate_batch(target, [Request([5, 6, 7, 11], count)], drafter, static=True)[0].tokens == text
+    for count in (1, 2, 3, 9):
+        text = generate(target, [5, 6, 7, 11], count).tokens
+        drafter = Hidden([5, 6, 7, 11, *text, *[1] * 9])
+        drafter.continuation = lambda prefix, remaining: [1] * 5  # however few tokens remain
+        drafter.random_below = lambda end: min(end - 1, 3)  # three random nodes per token: trees have 1 + 5 * 4 nodes
+        drafter.max_nodes = 21
+        assert generate_batch(target, [Request([5, 6, 7, 11], count)], drafter, static=True)[0].tokens == text
 
 
 def test_static_steps_of_earlier_runs_leave_no_trace(target: TargetModel, texts: Texts) -> None:
@@ -65,7 +65,7 @@ def test_static_steps_of_earlier_runs_leave_no_trace(target: TargetModel, texts:
     drafter = HeadDrafter(HalfRightHead(target, *texts.whole), Dynamic(5, 4, 16))
     pairs = list(zip(REQUESTS, new_tokens(texts), strict=True))
     first, second = [pairs[number] for number in (7, 1, 5)], [pairs[number] for number in (0, 7, 2, 5)]
-    for chosen in (first, second, first):
+    for chosen in (first, second):
         found = generate_batch(target, [request for request, _ in chosen], drafter, 3, static=True)
         assert [generation.tokens for generation in found] == [tokens for _, tokens in chosen]
     unfinished = loop_of(target, [request for request, _ in second], drafter, 3, static=True).run()
@@ -80,7 +80,7 @@ def test_static_steps_of_earlier_runs_leave_no_trace(target: TargetModel, texts:
         assert [generation.tokens for generation in loop.generations.values()] == [tokens for _, tokens in chosen]
 
 
-@pytest.mark.parametrize("drafter_name", ["half right head, tree", "careless oracle"])
+@pytest.mark.parametrize("drafter_name", [slow("half right head, tree"), "careless oracle"])
 def test_each_row_ends_at_its_own_end_token(
     target: TargetModel, texts: Texts, monkeypatch: pytest.MonkeyPatch, drafter_name: str
 ) -> None:
@@ -158,7 +158,7 @@ SHALLOW = Fixed(((0,), (1,), (0, 0), (0, 1), (1, 0)))
 @pytest.mark.parametrize(
     ("growth", "sampling", "count"),
     [
-        (SHALLOW, Sampling(1.0), 300),
+        (SHALLOW, Sampling(1.0), 200),
         *(
             slow((growth, sampling, 2_000))
             for growth in (Dynamic.chain(2), SHALLOW)
