@@ -2,6 +2,8 @@
 
 import math
 import mmap
+import platform
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -10,9 +12,9 @@ import pytest
 import torch
 from matrix import slow_unless
 from scripted import DRAFTERS, Hidden, Texts, batch_trees
-from shared_fixtures import HeadFactory
 from torch import Tensor
 
+from headstart.common import process
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.inference.core import cache as cache_module
 from headstart.inference.core.cache import KVCache, Slots
@@ -177,12 +179,7 @@ SOME = ("half right head and repeats", "truth hidden in a tree")
 
 
 @pytest.mark.parametrize("drafter_name", slow_unless(SOME, DRAFTERS))
-def test_a_single_row_reads_no_slot_that_it_has_not_written(
-    target: TargetModel,
-    make_head: HeadFactory,
-    monkeypatch: pytest.MonkeyPatch,
-    drafter_name: str,
-) -> None:
+def test_a_single_row_reads_no_slot_that_it_has_not_written(target, make_head, monkeypatch, drafter_name) -> None:
     """Its cache is not cleared, so old memory, even NaN, must reach neither the text nor the drafts."""
     text = PROMPT + generate(target, PROMPT, 20).tokens
 
@@ -223,3 +220,33 @@ def test_a_long_row_makes_no_other_row_take_up_memory() -> None:
     cache.make_room(6_000, 8_192)
     assert 70 * mebibyte < resident_bytes() - before < 110 * mebibyte
     assert bool((cache.target.storages[0][:, :, 1:, :, :50] == 1).all())
+
+
+PAGES = 62_000  # pages of all blocks together
+COUNT = """
+import resource, runpy, sys
+
+if sys.argv[2] == "kept":
+    assert runpy.run_path(sys.argv[1])["keep_freed_memory"]()
+sizes = [2**20 * number for number in range(8, 24)]  # bytes; 62 thousand pages of 4 KiB
+def use():
+    blocks = [bytearray(b"1") * size for size in sizes]
+use()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    use()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def fresh_pages(mode: str) -> int:
+    command = [sys.executable, "-c", COUNT, process.__file__, mode]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be configured")
+def test_freed_memory_is_reused_and_not_returned_to_the_system() -> None:
+    """Allocate the same blocks ten times: by default, their pages come from the system each time."""
+    assert fresh_pages("kept") < PAGES / 2 < 5 * PAGES < fresh_pages("default")

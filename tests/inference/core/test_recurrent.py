@@ -173,9 +173,7 @@ def test_prompts_that_begin_alike_share_states_from_the_second_on(stateful: Targ
         assert found.cached_tokens == (0 if number < 2 else len(shared) // BLOCK * BLOCK)
 
 
-def test_a_prompt_that_comes_again_is_read_from_its_last_message_on_in_one_pass(
-    stateful: TargetModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_that_comes_again_is_read_from_its_last_message_on_in_one_pass(stateful, monkeypatch) -> None:
     """With another question after 1,000 tokens, 72 were read in two passes, which took 0.29 of the first time."""
     monkeypatch.setattr(stateful, "end_tokens", [96])
     loop, counts = DecodeLoop(stateful, prefix_memory=2**22), list[int]()
@@ -191,9 +189,7 @@ def test_a_prompt_that_comes_again_is_read_from_its_last_message_on_in_one_pass(
         assert found.tokens == generate(stateful, prompt, 5).tokens
 
 
-def test_a_target_with_states_gets_the_chain_of_a_recipe_that_asks_for_a_tree(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_target_with_states_gets_the_chain_of_a_recipe_that_asks_for_a_tree(capfd) -> None:
     target = TargetModel(make_family("lfm2"), ())
     section = DecodeSection(drafter="prompt_lookup", growth="dynamic")
     source = TargetSection(path="lfm2", dtype="float32")
@@ -240,9 +236,7 @@ def has_a_state_that_is_no_cache() -> Any:
         (has_a_state_that_is_no_cache, "own cache: "),
     ],
 )
-def test_a_model_whose_passes_do_not_continue_its_own_text_is_refused(
-    make: Callable[[], Any], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_whose_passes_do_not_continue_its_own_text_is_refused(make, said, monkeypatch) -> None:
     monkeypatch.setattr(check, "KNOWN_METHODS", {})
     with pytest.raises(ValueError, match=rf"model given, whose passes do not continue its own text: .*{said}"):
         TargetModel(make(), ())

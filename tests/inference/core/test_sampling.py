@@ -107,7 +107,8 @@ def test_greedy_rows_get_no_gumbel_noise() -> None:
     assert torch.equal(mixed.scores(logits, torch.arange(6).expand(2, 6))[0], logits[0])
 
 
-def test_a_temperature_near_zero_is_greedy() -> None:
+def test_a_temperature_near_zero_is_greedy_and_a_top_k_of_0_or_less_keeps_all_tokens() -> None:
+    assert Sampling(1.0, top_k=0) == Sampling(1.0, top_k=-1) == Sampling(1.0)
     logits, positions = torch.randn(1, 500, 97), torch.arange(500).unsqueeze(0)
     greedy = logits.argmax(-1)
     differing = [
@@ -116,10 +117,6 @@ def test_a_temperature_near_zero_is_greedy() -> None:
     ]
     assert differing[0] > differing[1] > differing[2] == differing[3] == 0
     assert Sampling(1e-9) == Sampling()  # dividing by less would overflow
-
-
-def test_a_top_k_of_0_or_less_keeps_all_tokens() -> None:
-    assert Sampling(1.0, top_k=0) == Sampling(1.0, top_k=-1) == Sampling(1.0)
 
 
 WARPERS: dict[str, tuple[dict[str, Any], list[LogitsProcessor]]] = {
@@ -232,24 +229,15 @@ def test_rows_of_a_mixed_batch_score_as_if_alone_bit_for_bit() -> None:
         assert torch.equal(one.choose(logits[rows], positions[rows], own), together[0][rows].argmax(-1))
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.5])
-def test_choices_follow_the_distribution(temperature: float) -> None:
-    counts = draws(1, temperature=temperature).bincount(minlength=5)
-    assert chi_square(counts, (LOGITS / temperature).softmax(-1)) < CHI_SQUARE_999[4]
-
-
-def test_choices_over_seeds_follow_the_distribution() -> None:
+def test_choices_follow_the_distribution_and_neighbouring_ones_are_independent() -> None:
     """Users count seeds up from zero, so neighbouring seeds must be as independent as neighbouring positions."""
-    batch = BatchSampling([Sampling(1.0, seed=seed) for seed in range(3000)], "cpu")
+    for temperature in (0.7, 1.5):
+        counts = draws(1, temperature=temperature).bincount(minlength=5)
+        assert chi_square(counts, (LOGITS / temperature).softmax(-1)) < CHI_SQUARE_999[4]
+    batch, p = BatchSampling([Sampling(1.0, seed=seed) for seed in range(3000)], "cpu"), LOGITS.softmax(-1)
     chosen = batch.choose(LOGITS.expand(3000, 1, 5), torch.full((3000, 1), 17))
-    assert chi_square(chosen.flatten().bincount(minlength=5), LOGITS.softmax(-1)) < CHI_SQUARE_999[4]
-
-
-@pytest.mark.parametrize("pair", ["positions", "seeds"])
-def test_neighbouring_choices_are_independent(pair: str) -> None:
-    """Position t and t + 1, and seed s and s + 1 at one position: 25 cells against the product distribution."""
-    first = draws()[::2] if pair == "positions" else draws(seed=6)
-    second = draws()[1::2] if pair == "positions" else draws(seed=7)
-    p = LOGITS.softmax(-1)
-    cells = (first * 5 + second).bincount(minlength=25)
-    assert chi_square(cells, (p[:, None] * p).flatten()) < CHI_SQUARE_999[24]
+    assert chi_square(chosen.flatten().bincount(minlength=5), p) < CHI_SQUARE_999[4]
+    # Position t and t + 1, and seed s and s + 1 at one position: 25 cells against the product distribution.
+    for first, second in ((draws()[::2], draws()[1::2]), (draws(seed=6), draws(seed=7))):
+        cells = (first * 5 + second).bincount(minlength=25)
+        assert chi_square(cells, (p[:, None] * p).flatten()) < CHI_SQUARE_999[24]

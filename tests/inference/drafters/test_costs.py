@@ -26,14 +26,7 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters import cost_measurement
 from headstart.inference.drafters.build import growth_for, growth_from_recipe, load_costs
 from headstart.inference.drafters.cost_measurement import NEEDED_WORKS, cost_table, surface_from, time_works
-from headstart.inference.drafters.costs import (
-    CORRECTION_STEPS,
-    CostAware,
-    CostSurface,
-    CostTable,
-    Drafted,
-    Situation,
-)
+from headstart.inference.drafters.costs import CORRECTION_STEPS, CostAware, CostSurface, CostTable, Drafted, Situation
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.lookup import Lookup
@@ -62,9 +55,7 @@ def fresh(target: TargetModel) -> Callable[[], TargetModel]:
 
 
 @pytest.fixture
-def anew(
-    folder: Path, fresh: Callable[[], TargetModel], make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., CostTable]:
+def anew(folder, fresh, make_head, monkeypatch) -> Callable[..., CostTable]:
     """anew(**sizes): the costs for a target that was just loaded, from disk or measured in a moment."""
     gc.collect()  # tables of tests before would write what they observed here
     shutil.rmtree(folder, ignore_errors=True)
@@ -86,9 +77,7 @@ def cost_aware(target: TargetModel, head: Eagle3Head, width: int, nodes: int) ->
     return growth
 
 
-def test_costs_of_other_kernels_on_disk_were_taken_for_those_of_new_ones(
-    target: TargetModel, make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_costs_of_other_kernels_on_disk_were_taken_for_those_of_new_ones(target, make_head, monkeypatch) -> None:
     head, keys = make_head(), []
     found = ("torch", "16", "3000"), ("own", "16", "3000"), ("own", "8", "3000"), ("own", "8", "20000")
     for kernel, bits, turns in found:
@@ -98,9 +87,7 @@ def test_costs_of_other_kernels_on_disk_were_taken_for_those_of_new_ones(
     assert keys[0] != keys[1] != keys[2] != keys[3]
 
 
-def test_no_request_measures_and_every_request_is_observed(
-    folder: Path, fresh: Callable[[], TargetModel], make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_request_measures_and_every_request_is_observed(folder, fresh, make_head, monkeypatch) -> None:
     target, head = fresh(), make_head()
     growth = cost_aware(target, head, 3, 12)
     monkeypatch.setattr(cost_measurement, "measure_costs", refuse)
@@ -149,9 +136,7 @@ def test_drafts_of_every_kind_are_measured(folder: Path, target: TargetModel, ma
     assert load_costs(section, target, PLAIN) is None
 
 
-def test_a_measurement_that_had_no_time_for_all_sizes_is_not_kept_on_disk(
-    folder: Path, anew: Callable[..., CostTable], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_measurement_that_had_no_time_for_all_sizes_is_not_kept_on_disk(folder, anew, monkeypatch) -> None:
     monkeypatch.setattr(cost_measurement, "PATIENCE_FACTOR", 0.0)
     monkeypatch.setattr(cost_measurement, "FREE_SHARE", math.inf)  # other processes took the machine
     table = anew()
@@ -165,9 +150,7 @@ def test_a_measurement_that_had_no_time_for_all_sizes_is_not_kept_on_disk(
     assert len(list(folder.iterdir())) == 1
 
 
-def test_costs_measured_on_a_busy_machine_were_kept_for_quiet_ones(
-    folder: Path, anew: Callable[..., CostTable]
-) -> None:
+def test_costs_measured_on_a_busy_machine_were_kept_for_quiet_ones(folder, anew) -> None:
     for factor, kept in ((0.6, True), (0.3, False)):
         table = anew()
         for _ in range(CORRECTION_STEPS):
@@ -204,9 +187,7 @@ def with_surface(text: str, **changed: Any) -> str:
     return json.dumps({**content, "surface": {**content["surface"], **changed}})
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anew: Callable[..., CostTable]
-) -> None:
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch, anew) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "file"))
     assert anew().surface.target[0] > 0
@@ -319,9 +300,7 @@ def test_a_slow_machine_measures_only_what_is_needed(monkeypatch: pytest.MonkeyP
     assert surface_from(few, 128, 2048, 32, 1, 3).target == (60.0, 90.0)
 
 
-def test_captured_steps_are_measured_and_observed_too(
-    folder: Path, fresh: Callable[[], TargetModel], make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_steps_are_measured_and_observed_too(folder, fresh, make_head, monkeypatch) -> None:
     """On a CPU the functions that CUDA would capture run as they are."""
     monkeypatch.setattr(TargetModel, "may_capture", True)
     target, head = fresh(), make_head()
@@ -335,9 +314,7 @@ def test_captured_steps_are_measured_and_observed_too(
     assert growth.costs.ratios
 
 
-def test_the_costs_of_a_target_that_verifies_chains_are_measured_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_costs_of_a_target_that_verifies_chains_are_measured_once(folder, monkeypatch) -> None:
     """`headstart chat` ended in an index error: a chain is deeper than the positions whose noise a step draws. And the
     server measured a second table, of wider trees."""
     target = TargetModel(make_family("qwen3_next"), (0, 1, 2))

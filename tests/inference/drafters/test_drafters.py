@@ -79,9 +79,7 @@ def test_every_drafter_works_with_every_model_family(family: str) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=4), PENALTIES], ids=["greedy", "T=1", "penalties"])
 @pytest.mark.parametrize("static", [False, True])
-def test_a_draft_model_that_is_the_target_is_always_right(
-    target: TargetModel, sampling: Sampling, static: bool
-) -> None:
+def test_a_draft_model_that_is_the_target_is_always_right(target, sampling, static) -> None:
     """It uses the same Gumbel noise and penalties, and rows of different lengths do not affect each other."""
     requests = [Request(prompt, 1 + 3 * 5, sampling) for prompt in ([5, 6, 7, 11], [3], [*range(30)])]
     for growth in (Dynamic.chain(4), BUSHY):
@@ -96,9 +94,7 @@ def test_a_draft_model_that_does_not_fit_is_refused(target: TargetModel, make_mo
         ModelDrafter(TargetModel(make_model().double(), ()), Dynamic.chain(2), target)
 
 
-def test_draft_model_and_target_may_have_vocabularies_of_different_sizes(
-    target: TargetModel, make_model: ModelFactory
-) -> None:
+def test_draft_model_and_target_may_have_vocabularies_of_different_sizes(target, make_model) -> None:
     prompt, added = [5, 96, 6, 7], Sampling(logit_bias=((90, 99.0),))
     for sampling, size in ((Sampling(), 120), (added, 64)):
         drafter = ModelDrafter(TargetModel(make_model(vocab_size=size), ()), Dynamic(3, 3, 9), target)
@@ -107,9 +103,7 @@ def test_draft_model_and_target_may_have_vocabularies_of_different_sizes(
         assert generate(target, prompt, 12, sampling, drafter).tokens == wanted
 
 
-def test_a_draft_model_reads_its_root_where_the_cache_has_moved_it(
-    target: TargetModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_model_reads_its_root_where_the_cache_has_moved_it(target, monkeypatch) -> None:
     """When a row of a batch moved or the cache grew, the root's pending key was lost. Draft tokens then attended to a
     gap, and only the acceptance rate showed it. A draft model that is a copy of the target must always be right.
     """

@@ -194,9 +194,7 @@ def test_slots_that_became_free_are_filled_together_and_in_the_end() -> None:
     assert schedule.reads_next(running=510, free=2, waiting=60)  # until all slots are taken
 
 
-def test_no_drafter_works_when_no_row_wants_drafts(
-    target: TargetModel, texts: Texts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_drafter_works_when_no_row_wants_drafts(target, texts, monkeypatch) -> None:
     drafter = HeadDrafter(HalfRightHead(target, *texts.whole), Dynamic(3, 3, 8))
     for name in ("prefill", "draft"):
         monkeypatch.setattr(drafter, name, lambda *inputs: pytest.fail("the drafter worked"))
@@ -230,9 +228,7 @@ FAILING: dict[str, dict[str, Any]] = {
 @pytest.mark.each_value
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("what", FAILING)
-def test_an_error_in_the_work_for_one_row_ends_that_row_alone(
-    target: TargetModel, texts: Texts, what: str, drafted: bool
-) -> None:
+def test_an_error_in_the_work_for_one_row_ends_that_row_alone(target, texts, what, drafted) -> None:
     drafter = HeadDrafter(HalfRightHead(target, *texts.whole), Dynamic(3, 3, 8)) if drafted else None
     loop = DecodeLoop(target, drafter, max_batch=3)
     numbers = [loop.submit(REQUESTS[number]) for number in (0, 5)]

@@ -71,9 +71,7 @@ def loop_of_given_acceptance(
 
 
 @pytest.mark.parametrize("static", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_drafts_stop_when_rows_come_and_resume_when_they_go(
-    target: TargetModel, make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch, static: bool
-) -> None:
+def test_drafts_stop_when_rows_come_and_resume_when_they_go(target, make_head, monkeypatch, static) -> None:
     """While they are off the head does nothing at all. Then it reads what it missed, in pieces, and drafts what it
     would have drafted. This head is never right, so that all lengths of the text are met.
     """

@@ -12,7 +12,6 @@ import pytest
 import torch
 from bad_inputs import Says, assert_message, assert_raises
 from safetensors.torch import load_file, save_file
-from shared_fixtures import ModelFactory
 from transformers import AutoTokenizer, TextStreamer
 
 from headstart.heads.kinds.checkpoint import save_head
@@ -219,9 +218,7 @@ def test_a_target_that_computes_nan_is_refused_with_and_without_a_head(folders: 
     assert_raises(lambda: SpeculativeModel(broken.target).generate(IDS, max_new_tokens=2), says)
 
 
-def test_the_parts_of_a_model_are_checked(
-    model: SpeculativeModel, target: TargetModel, head: Eagle3Head, make_model: ModelFactory
-) -> None:
+def test_the_parts_of_a_model_are_checked(model, target, head, make_model) -> None:
     plain, untapped = make_model(), TargetModel(make_model(), ())
     cases: list[tuple[Callable[[], object], Says]] = [
         (lambda: SpeculativeModel(plain), Says("target", "LlamaForCausalLM", "a TargetModel", "TargetModel(model")),

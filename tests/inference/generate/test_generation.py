@@ -117,15 +117,7 @@ def of_batch(theirs: Any, ends: list[int]) -> Callable[[str], torch.Tensor]:
 @pytest.mark.each_value
 @pytest.mark.parametrize("case", slow_unless(SOME_CASES, same_fields([0, 0])))
 @pytest.mark.parametrize("prompts", [BATCH, ALONE], ids=["batch", "alone"])
-def test_greedy_output_equals_that_of_transformers(
-    case: str,
-    prompts: dict[str, Any],
-    target: TargetModel,
-    model: SpeculativeModel,
-    theirs: Any,
-    of_batch: Callable[[str], torch.Tensor],
-    ends: list[int],
-) -> None:
+def test_greedy_output_equals_that_of_transformers(case, prompts, target, model, theirs, of_batch, ends) -> None:
     fields = same_fields(ends)[case]
     wanted = of_batch(case) if prompts is BATCH else theirs.generate(**prompts, **fields)
     width = prompts["input_ids"].shape[1]
@@ -135,9 +127,7 @@ def test_greedy_output_equals_that_of_transformers(
     assert torch.equal(written_by(model, **prompts, generation_config=GenerationConfig(**fields)), wanted)
 
 
-def test_the_default_is_twenty_new_tokens_and_max_new_tokens_overrides_max_length(
-    model: SpeculativeModel, theirs: Any
-) -> None:
+def test_the_default_is_twenty_new_tokens_and_max_new_tokens_overrides_max_length(model, theirs) -> None:
     long = {"input_ids": torch.arange(246).unsqueeze(0) % 90}  # 10 positions are left
     for prompts in (ALONE, long):
         with pytest.warns(UserWarning, match="max_new_tokens"):
@@ -147,9 +137,7 @@ def test_the_default_is_twenty_new_tokens_and_max_new_tokens_overrides_max_lengt
     assert torch.equal(found, theirs.generate(**ALONE, max_new_tokens=4))
 
 
-def test_padding_is_recognised_without_a_mask_or_warned_of_where_it_looks_like_text(
-    model: SpeculativeModel, theirs: Any
-) -> None:
+def test_padding_is_recognised_without_a_mask_or_warned_of_where_it_looks_like_text(model, theirs) -> None:
     """If the pad token is also an end token, it counts as text."""
     said = pytest.warns(UserWarning, match="attention_mask: missing for 3 prompts, .* the pad token 96 is also an end")
     for more in ({}, {"eos_token_id": PAD}):

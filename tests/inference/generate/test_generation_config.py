@@ -128,9 +128,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", SAMPLING)
-def test_scores_are_those_of_transformers_at_every_token_of_a_text(
-    case: str, demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_are_those_of_transformers_at_every_token_of_a_text(case, demo, tmp_path, monkeypatch) -> None:
     theirs, model = demo.reading(say(tmp_path, {**SAMPLING[case], "max_new_tokens": 8, "pad_token_id": 0}))
     details = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
     found = model.generate(**prompts(**details), seed=4)

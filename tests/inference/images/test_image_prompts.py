@@ -1,6 +1,5 @@
 """Laws of prompts with images: they are what transformers makes of the same messages, and `generate` continues them."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +84,7 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS)
-def test_prompts_are_those_of_transformers_and_generate_continues_them(
-    target: TargetModel, prompts: ImagePrompts, model: Any, messages: list[dict[str, Any]]
-) -> None:
+def test_prompts_are_those_of_transformers_and_generate_continues_them(target, prompts, model, messages) -> None:
     encoded, end = assert_prompt_of_transformers(prompts, messages)
     ids = encoded["input_ids"]
     assert ids[0, end - 2] == prompts.placeholders[[*prompts.marks].index(PLACE)]
@@ -122,9 +119,7 @@ def test_a_placeholder_that_the_target_wrote_shows_no_image(target: TargetModel,
     assert target.passes.forward(torch.tensor([text]), images=whole).logits.isfinite().all()
 
 
-def test_generate_refuses_tensors_that_it_cannot_use(
-    target: TargetModel, prompts: ImagePrompts, tmp_path: Path
-) -> None:
+def test_generate_refuses_tensors_that_it_cannot_use(target, prompts, tmp_path) -> None:
     given: dict[str, Any] = dict(prompts.encode(*read_pictures(CONVERSATIONS[0], Sources())).inputs)
     ours: Any = SpeculativeModel(target)
     ids = given["input_ids"]
@@ -203,9 +198,7 @@ def test_words_are_not_lost_where_a_template_reads_parts_alone(folder: Path) -> 
     assert template.render(turns) == f"[system]be brief[user]{START}{PLACE}{END}x[assistant]"
 
 
-def test_why_a_target_reads_no_images(
-    folder: Path, target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_why_a_target_reads_no_images(folder, target, tmp_path, monkeypatch) -> None:
     blind = TargetSection(path=str(build_target(tmp_path / "blind")), dtype="float32", device="cpu")
     assert image_prompts(blind, ChatTemplate.of(blind), TargetModel.load(blind, ())) == "the target has no image tower"
     assert "blind: no processor reads pictures (its Tok" in str(image_prompts(blind, ChatTemplate.of(blind), target))
@@ -287,9 +280,7 @@ def idefics3() -> Made:
 
 
 @pytest.mark.parametrize("make", [gemma3, llava, idefics3])
-def test_prompts_and_texts_of_other_families_are_those_of_transformers(
-    make: Callable[[], Made], tmp_path: Path
-) -> None:
+def test_prompts_and_texts_of_other_families_are_those_of_transformers(make, tmp_path) -> None:
     config, saved = make()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

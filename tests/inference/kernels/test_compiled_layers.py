@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import make_family
-from shared_fixtures import HeadFactory, ModelFactory
+from shared_fixtures import ModelFactory
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -66,9 +66,7 @@ def check_compiled(target: TargetModel, compiler: Compiler, wanted: list[list[in
 
 @pytest.mark.slow
 @pytest.mark.skipif(library() is None, reason="no C++ compiler")
-def test_packed_layers_write_the_same_text_compiled(
-    make_model: ModelFactory, traced_only: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_layers_write_the_same_text_compiled(make_model, traced_only, monkeypatch) -> None:
     model = make_model(num_hidden_layers=2).bfloat16().float()
     assert pack_weights(model, exact=True)
     target = TargetModel(model, (0,))
@@ -98,9 +96,7 @@ def test_families_write_the_same_text_compiled(family: str, traced_only: None) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "block"])
-def test_a_head_drafts_the_same_compiled(
-    kind: str, target: TargetModel, make_head: HeadFactory, traced_only: None
-) -> None:
+def test_a_head_drafts_the_same_compiled(kind, target, make_head, traced_only) -> None:
     head = make_head(kind)
     drafter = head_drafter(head, Dynamic(3, 4, 12))
     wanted = [(found.tokens, found.stats.accepted_at_depth) for found in generate_batch(target, REQUESTS, drafter)]

