@@ -187,6 +187,9 @@ def test_a_text_may_end_only_where_the_grammar_does(target: TargetModel, grammar
     assert state.allowed((0,)).nonzero().flatten().tolist() == [0]  # after its end only that is repeated
     assert state.advance([vocabulary["b"], vocabulary["b"]]) == 1
     assert state.advance([0, 0]) == 2
+    vocabulary = build_tokenizer().get_vocab()
+    state = Grammars(build_tokenizer(), target.config.vocab_size, [0, vocabulary["b"]]).regex("a[bc]+d").start()
+    assert state.allowed((vocabulary["a"],)).nonzero().flatten().tolist() == [vocabulary["c"]]
 
 
 def test_calls_follow_their_tools_and_nothing_else(grammars: Grammars) -> None:
@@ -219,12 +222,6 @@ def test_calls_follow_their_tools_and_nothing_else(grammars: Grammars) -> None:
 def spells(grammar: Grammar, text: str) -> bool:
     tokens = [*build_tokenizer()(text)["input_ids"], 0]
     return grammar.start().advance(tokens) == len(tokens)
-
-
-def test_an_end_token_that_is_ordinary_text_does_not_end_json_within_a_string(target: TargetModel) -> None:
-    vocabulary = build_tokenizer().get_vocab()
-    state = Grammars(build_tokenizer(), target.config.vocab_size, [0, vocabulary["b"]]).regex("a[bc]+d").start()
-    assert state.allowed((vocabulary["a"],)).nonzero().flatten().tolist() == [vocabulary["c"]]
 
 
 def test_a_text_without_a_way_on_ends_in_an_error_and_not_as_a_proper_end(target, grammars) -> None:

@@ -100,14 +100,11 @@ def test_a_gumbel_table_that_moves_on_is_one_drawn_anew() -> None:
         assert torch.equal(continued.values, anew.values)
 
 
-def test_greedy_rows_get_no_gumbel_noise() -> None:
+def test_greedy_rows_get_no_noise_nor_do_temperatures_near_zero_and_a_top_k_of_0_keeps_all_tokens() -> None:
     logits = torch.randn(2, 6, 97)
     assert alone(Sampling()).scores(logits[:1], torch.arange(6).unsqueeze(0)).data_ptr() == logits.data_ptr()
     mixed = BatchSampling([Sampling(), Sampling(1.0)], "cpu")
     assert torch.equal(mixed.scores(logits, torch.arange(6).expand(2, 6))[0], logits[0])
-
-
-def test_a_temperature_near_zero_is_greedy_and_a_top_k_of_0_or_less_keeps_all_tokens() -> None:
     assert Sampling(1.0, top_k=0) == Sampling(1.0, top_k=-1) == Sampling(1.0)
     logits, positions = torch.randn(1, 500, 97), torch.arange(500).unsqueeze(0)
     greedy = logits.argmax(-1)
@@ -162,14 +159,11 @@ def test_each_warper_matches_that_of_transformers(name: str, ties: bool) -> None
     assert torch.allclose(warped, wanted, rtol=0, atol=1e-5)
 
 
-def test_presence_counts_a_token_once_and_frequency_each_time_and_neither_counts_the_prompt() -> None:
+def test_penalties_count_the_output_alone_and_top_p_keeps_the_last_of_equally_likely_tokens() -> None:
     history = History.start([[7, 7, 1]], 9, "cpu").followed_by(torch.tensor([[1, 2, 2]]), torch.ones(1, 3, 3).bool())
     logits = torch.randn(1, 3, 9)
     warped = alone(Sampling(presence_penalty=0.5, frequency_penalty=0.25)).scores(logits, None, history)
     assert torch.allclose(logits - warped, torch.tensor([0, 0.75, 1.0, 0, 0, 0, 0, 0, 0]).expand(1, 3, 9))
-
-
-def test_top_p_keeps_the_last_of_equally_likely_tokens() -> None:
     warped = alone(Sampling(1.0, top_p=0.5)).scores(torch.zeros(1, 3, 97), None)
     assert torch.equal(warped.isfinite(), (torch.arange(97) >= 48).expand(1, 3, 97))
 

@@ -30,18 +30,14 @@ def naive_mask(parents: list[int]) -> Tensor:
 SHAPES = [[-1], [*range(-1, 63)], [*range(-1, 64)], [-1] + [0] * 30]
 
 
-def test_the_masks_of_extreme_and_random_trees_match_the_naive_ones() -> None:
+def test_masks_match_the_naive_ones_and_depths_count_the_edges_to_the_root() -> None:
     """Including nodes without a parent, which see only themselves and are seen by no other node."""
     random = [[random_parents(nodes) for _ in range(10)] + [[-1] * nodes] for nodes in (2, 8, 60)]
     for rows in (*random, *([parents] for parents in SHAPES)):
         for mask in (ancestor_mask, squared_mask):
             assert torch.equal(mask(torch.tensor(rows)), torch.stack([naive_mask(row) for row in rows]))
-
-
-def test_depths_count_the_edges_to_the_root() -> None:
-    """0 - 1 - 3        0 - 1 - 2     4 and 5 have no parent
-    \\- 2 - 4 - 5            \\- 3
-    """
+    # 0 - 1 - 3        0 - 1 - 2     4 and 5 have no parent
+    # \\- 2 - 4 - 5            \\- 3
     tree = Tree(torch.arange(12).view(2, 6), torch.tensor([[-1, 0, 0, 1, 2, 4], [-1, 0, 1, 1, -1, -1]]))
     assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 3], [0, 1, 2, 2, 0, 0]]
     assert tree.shape == (2, 6)

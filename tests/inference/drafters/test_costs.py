@@ -169,7 +169,9 @@ DAMAGES: dict[str, Callable[[str], str]] = {
 }
 
 
-def test_a_broken_or_foreign_file_is_measured_anew(folder: Path, anew: Callable[..., CostTable]) -> None:
+def test_a_broken_or_foreign_file_is_measured_anew_and_a_cache_that_cannot_be_written_is_no_error(
+    folder, anew, tmp_path, monkeypatch
+) -> None:
     anew()
     (path,) = folder.iterdir()
     for symptom, damage in DAMAGES.items():
@@ -180,18 +182,16 @@ def test_a_broken_or_foreign_file_is_measured_anew(folder: Path, anew: Callable[
         assert json.loads(path.read_text())["key"]["width"] == 2
         assert min(json.loads(path.read_text())["surface"]["target"]) > 0
         assert path.read_text() != damaged, symptom
+    shutil.rmtree(folder)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "file"))
+    assert anew().surface.target[0] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def with_surface(text: str, **changed: Any) -> str:
     content = json.loads(text)
     return json.dumps({**content, "surface": {**content["surface"], **changed}})
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch, anew) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "file"))
-    assert anew().surface.target[0] > 0
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def observe(table: CostTable, at: Situation, nodes: int, of_target: float, of_drafting: float = 1.0) -> None:
@@ -202,7 +202,7 @@ def observe(table: CostTable, at: Situation, nodes: int, of_target: float, of_dr
     table.observe(Drafted(at, nodes, 3, drafting), drafting + target)
 
 
-def test_costs_grow_with_nodes_context_and_batch_whatever_was_observed() -> None:
+def test_costs_grow_with_nodes_context_and_batch_and_captured_steps_cost_the_next_power_of_two() -> None:
     numbers = random.Random(0)
     table = CostTable(SURFACE, width=4)
     situations = [Situation(64 * n, batch, greedy) for n in (2, 9, 40) for batch in (1, 3) for greedy in (True, False)]
@@ -215,6 +215,9 @@ def test_costs_grow_with_nodes_context_and_batch_whatever_was_observed() -> None
                 assert (table.now(replace(at, batch=at.batch + 1)).verify(100) > costs).all()
         for _ in range(400):
             observe(table, numbers.choice(situations), numbers.randint(1, 64), numbers.uniform(0.1, 10))
+    costs = CostTable(SURFACE, width=4, captured=True).now(AT).verify(40)
+    assert len(set(costs[8:15].tolist())) == 1  # 10 to 16 nodes
+    assert costs[15] > costs[14]
 
 
 def test_observed_steps_move_the_costs_of_their_batch_size_towards_what_they_took() -> None:
@@ -249,12 +252,6 @@ def test_a_few_slow_steps_do_not_move_the_costs_and_both_parts_follow_a_sum() ->
     assert now.level / usual.level == pytest.approx(2, rel=0.1)
 
 
-def test_captured_steps_cost_what_the_next_power_of_two_costs() -> None:
-    costs = CostTable(SURFACE, width=4, captured=True).now(AT).verify(40)
-    assert len(set(costs[8:15].tolist())) == 1  # 10 to 16 nodes
-    assert costs[15] > costs[14]
-
-
 def test_measured_costs_are_those_of_the_machine() -> None:
     """On a machine whose steps cost what a formula says, the surface says the same between the timed sizes."""
 
@@ -279,14 +276,11 @@ def test_measured_costs_are_those_of_the_machine() -> None:
     assert (first, first + 2 * further) == pytest.approx((draft(1, 700), draft(3, 700)))
 
 
-def test_a_size_that_was_timed_in_a_slow_moment_does_not_make_larger_ones_dear() -> None:
+def test_a_slow_moment_makes_no_size_dear_and_a_slow_machine_measures_only_what_is_needed(monkeypatch) -> None:
     times = {("target", size): 30.0 + size for size in (1, 2, 6, 16, 64)} | {("target", 6): 197.0}
     times |= {("first", 128): 5.0, ("levels", 128): 9.0}
     surface = surface_from(times, 128, 2048, 64, 1, 3)
     assert surface.target == (31.0, 32.0, 46.0, 46.0, 94.0)
-
-
-def test_a_slow_machine_measures_only_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(cost_measurement, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 

@@ -13,7 +13,7 @@ import torch
 from families import FAMILIES, WINDOW
 from matrix import slow_unless
 from scripted import PENALTIES, SetCosts, noisy_copy, paths
-from shared_fixtures import HeadFactory, ModelFactory
+from shared_fixtures import HeadFactory
 from tiny_run import build_tokenizer
 
 from headstart.inference.core.cache import KVCache
@@ -87,14 +87,11 @@ def test_a_draft_model_that_is_the_target_is_always_right(target, sampling, stat
             assert found.stats.accepted_at_depth == [3] * 4
 
 
-def test_a_draft_model_that_does_not_fit_is_refused(target: TargetModel, make_model: ModelFactory) -> None:
+def test_a_draft_model_must_fit_but_for_the_size_of_its_vocabulary(target, make_model) -> None:
     with pytest.raises(ValueError, match=r"decode\.draft_model: a model with 128 positions given"):
         ModelDrafter(TargetModel(make_model(max_position_embeddings=128), ()), Dynamic.chain(2), target)
     with pytest.raises(ValueError, match=r"decode\.draft_model: torch\.float64 on cpu given"):
         ModelDrafter(TargetModel(make_model().double(), ()), Dynamic.chain(2), target)
-
-
-def test_draft_model_and_target_may_have_vocabularies_of_different_sizes(target, make_model) -> None:
     prompt, added = [5, 96, 6, 7], Sampling(logit_bias=((90, 99.0),))
     for sampling, size in ((Sampling(), 120), (added, 64)):
         drafter = ModelDrafter(TargetModel(make_model(vocab_size=size), ()), Dynamic(3, 3, 9), target)
@@ -121,7 +118,7 @@ def drafted_paths(drafter: Lookup, text: list[int], remaining: int = 99) -> set[
     return paths(drafter.draft(verified_text(text, remaining), NO_CACHE))[0]
 
 
-def test_prompt_lookup_follows_the_longest_ngram_and_prefers_the_latest() -> None:
+def test_prompt_lookup_follows_the_longest_ngram_prefers_the_latest_and_keeps_the_most_probable() -> None:
     text = [1, 2, 3, 9, 9, 7, 2, 3, 5, 8, 2, 3, 4, 1, 2, 3]
     chain = Lookup(Growth(3, 1, 3), ngram=3)
     assert drafted_paths(chain, text) == {(9,), (9, 9), (9, 9, 7)}  # 1 2 3 occurred once before
@@ -131,12 +128,15 @@ def test_prompt_lookup_follows_the_longest_ngram_and_prefers_the_latest() -> Non
     assert wide == {(4,), (5,), (9,), (4, 1), (5, 8), (9, 9)}
     assert drafted_paths(chain, text, remaining=1) == {(9,)}
     assert drafted_paths(chain, [1, 2, 3]) == set()
-
-
-def test_prompt_lookup_continues_a_repetition_beyond_the_end_of_the_text() -> None:
     assert drafted_paths(Lookup(Growth(5, 1, 5), ngram=2), [3, 1, 2, 1, 2]) == {
         (1, 2, 1, 2, 1)[:n] for n in range(1, 6)
     }
+    # 1 2 occurs 9 times, 1 3 once, and 4 always follows 2, 5 always follows 3; probabilities in brackets:
+    # root 1 - 2 (.9) - 4 (.9)
+    # \\- 3 (.1) - 5 (.1)
+    text = [1, 2, 4] * 9 + [1, 3, 5, 7, 1]
+    drafted = [drafted_paths(Lookup(Growth(2, 2, nodes), ngram=1), text) for nodes in (1, 2, 3, 4)]
+    assert drafted == [{(2,)}, {(2,), (2, 4)}, {(2,), (2, 4), (3,)}, {(2,), (2, 4), (3,), (3, 5)}]
 
 
 def test_continuations_match_a_naive_search() -> None:
@@ -163,17 +163,6 @@ def test_a_lookup_ranks_siblings_by_the_targets_gumbel_noise() -> None:
         assert paths(drafter.draft(verified, NO_CACHE))[0] == {(10 + int(gumbel.argmax()),)}
         first.add(int(gumbel.argmax()))
     assert len(first) > 4
-
-
-def test_a_lookup_keeps_the_most_probable_nodes() -> None:
-    """1 2 occurs 9 times, 1 3 once, and 4 always follows 2, 5 always follows 3; probabilities in brackets:
-
-    root 1 - 2 (.9) - 4 (.9)
-          \\- 3 (.1) - 5 (.1)
-    """
-    text = [1, 2, 4] * 9 + [1, 3, 5, 7, 1]
-    drafted = [drafted_paths(Lookup(Growth(2, 2, nodes), ngram=1), text) for nodes in (1, 2, 3, 4)]
-    assert drafted == [{(2,)}, {(2,), (2, 4)}, {(2,), (2, 4), (3,)}, {(2,), (2, 4), (3,), (3, 5)}]
 
 
 def test_a_recipe_selects_its_drafter(target_folder: Path, tmp_path: Path) -> None:
@@ -226,32 +215,31 @@ def after(verified: VerifiedOnHost, tokens: list[int], choices: list[int]) -> Ve
     return replace(verified, rows=[replace(verified.rows[0], accepted=accepted)])
 
 
-def test_the_tree_holds_what_the_head_drafted_and_what_followed_the_same_words() -> None:
+def test_the_tree_holds_what_the_head_drafted_and_what_followed_the_same_words_as_far_as_a_row_can_use_it() -> None:
     text = [*PHRASE, 1, 2, *PHRASE[:3]]
     found = beside(text, drawn([-1, 0, 0, 1], [13, 14, 50, 51]), most=3)
     # Token 14 is both; the repeat goes on behind it, by three tokens that the head has not thought of.
     assert paths(found)[0] == {(14,), (50,), (14, 51), (14, 15), (14, 15, 16), (14, 15, 16, 17)}
     assert found.tokens.shape[1] == len(paths(found)[0]) + 1
     assert (found.deepest, found.levels) == (4, 2)
-
-
-def test_without_a_repeat_the_tree_stays_as_it_is() -> None:
     tree = drawn([-1, 0], [5, 7])
     assert beside([1, 2, 3, 4, 5], tree) is tree
     assert beside([*PHRASE, 1, *PHRASE[:3]], tree, most=0) is tree
-
-
-def test_no_repeat_is_longer_than_a_row_can_use() -> None:
     found = beside([*PHRASE, 1, *PHRASE[:3]], drawn([-1, -1], [13, 50]), remaining=2)
     assert paths(found)[0] == {(14,), (14, 15)}
     assert max(map(len, paths(beside([9] * 40, drawn([-1], [9]), most=40))[0])) == REPEAT_DEPTH
 
 
-def test_repeats_end_where_their_chance_is_not_worth_it() -> None:
+def test_repeats_end_where_their_chance_is_not_worth_it_and_in_sampled_rows_at_the_heads_depth() -> None:
     """Policies without costs verify tokens down to a chance of 0.15; two matching tokens promise a half of the next."""
     found = beside([*PHRASE, 1, *PHRASE[1:3]], drawn([-1], [13]), Dynamic(3, 3, 8))
     assert REPEAT_RATES[2] == 0.5
     assert paths(found)[0] == {(14,), (14, 15)}
+    # Noise is drawn for the head's levels only.
+    text = [*PHRASE, 1, *PHRASE[:3]]
+    verified = replace(verified_text(text, 99), sampling=BatchSampling([Sampling(1.0)], "cpu"))
+    found = Repeats(6).extend(drawn([-1], [13]), verified, Everything(3, 3, 8))
+    assert max(map(len, paths(found)[0])) == 3
 
 
 def test_a_text_that_does_not_repeat_its_repeats_gets_fewer() -> None:
@@ -274,14 +262,6 @@ def test_what_was_right_is_counted_as_far_as_the_text_tells() -> None:
     repeats.extend(drawn([-1], [99]), verified_text(text, 99), Everything(3, 3, 8))
     assert row.tried[3] == PRIOR_TOKENS + 3
     assert row.right[3] == pytest.approx(PRIOR_TOKENS * REPEAT_RATES[3] + 2)
-
-
-def test_sampled_rows_draft_repeats_no_deeper_than_the_head() -> None:
-    """Noise is drawn for the head's levels only."""
-    text = [*PHRASE, 1, *PHRASE[:3]]
-    verified = replace(verified_text(text, 99), sampling=BatchSampling([Sampling(1.0)], "cpu"))
-    found = Repeats(6).extend(drawn([-1], [13]), verified, Everything(3, 3, 8))
-    assert max(map(len, paths(found)[0])) == 3
 
 
 def test_a_loop_is_written_in_long_steps_from_the_first_repeat_on(target: TargetModel, make_head: HeadFactory) -> None:
@@ -328,7 +308,7 @@ def test_a_follower_that_the_repeat_has_too_is_one_node() -> None:
     assert paths(found)[0] == {tuple(range(14, last + 1)) for last in range(14, 20)}
 
 
-def test_costs_decide_how_many_repeats_are_verified() -> None:
+def test_costs_decide_how_many_repeats_are_verified_and_learn_from_all_of_them(target, make_head) -> None:
     """A draft token is worth it if it brings more tokens per second than the rest of the step."""
     growth, costs = CostAware(3, 3, 8, SetCosts()), SetCosts()
     growth.now = costs.now(Situation(64, 1, greedy=True))
@@ -336,9 +316,6 @@ def test_costs_decide_how_many_repeats_are_verified() -> None:
     growth.rate = 0.5 / float(seconds[4] - seconds[3])
     assert not growth.is_worth(4, 0.49)
     assert growth.is_worth(4, 0.51)
-
-
-def test_the_cost_table_learns_from_all_nodes_that_were_verified(target: TargetModel, make_head: HeadFactory) -> None:
     growth, seen = CostAware(3, 3, 8, SetCosts()), []
     growth.costs.observe = lambda drafted, seconds: seen.append(drafted.nodes - 1)  # type: ignore[method-assign]
     generation = generate(target, [5, 6, 7, 11], 40, LOOP, HeadDrafter(make_head(), growth, Repeats(8)))

@@ -248,15 +248,12 @@ def test_a_lucky_step_in_each_trial_kept_the_rests_short() -> None:
     assert rests.count(DRAFT_RETRY_STEPS_MIN) == 1
 
 
-def test_a_hard_passage_in_an_easy_text_does_not_end_drafts() -> None:
+def test_a_hard_passage_does_not_end_drafts_and_rows_without_drafts_teach_nothing() -> None:
     """A few steps below the average ended them for 256 steps: two of the next answers had no drafts."""
     at, by_load = Situation(100, 2, True), SpeculationByLoad(LoadCosts())
     for tokens in [2] * 50 + [1] * 12 + [2] * 50:
         assert by_load.pays(at)
         by_load.observe(accepted(tokens), TREE.shape[1], levels=3)
-
-
-def test_rows_without_drafts_teach_nothing() -> None:
     by_load = SpeculationByLoad(LoadCosts())
     by_load.observe([Accepted([0], [7], drafted=0)], TREE.shape[1], levels=3)
     assert by_load.gain(Situation(100, 1, True)) is None

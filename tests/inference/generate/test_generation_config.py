@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from matrix import slow_unless
@@ -214,7 +213,7 @@ def test_server_and_harvest_write_what_generate_writes(tmp_path: Path) -> None:
         ask = {"model": NAME, "prompt": prompt, "stream": False}
         for (seed, temperature), wanted in texts.items():
             given = {"seed": seed, **({} if temperature == 0.8 else {"temperature": temperature})}
-            answer = httpx.post(f"{server.url}/v1/completions", json={**ask, **given}).json()
+            answer = server.http.post("/v1/completions", json={**ask, **given}).json()
             assert answer["usage"]["completion_tokens"] == len(wanted)
             assert answer["choices"][0]["text"] == visible_text_of(served.tokenizer, without(wanted))
     samplings = [Sampling(temperature, seed=seed) for seed, temperature in texts]

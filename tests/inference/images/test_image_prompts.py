@@ -151,7 +151,7 @@ def test_generate_refuses_tensors_that_it_cannot_use(target, prompts, tmp_path) 
         SpeculativeModel(blind).generate(**{**given, "input_ids": ids.clamp(max=299)}, max_new_tokens=3)
 
 
-def test_words_are_not_read_as_the_place_of_a_picture(prompts: ImagePrompts) -> None:
+def test_words_are_not_read_as_the_place_of_a_picture_and_pictures_and_places_must_match(prompts: ImagePrompts) -> None:
     turns, pictures = read_pictures(CONVERSATIONS[2], Sources())
     for at, content in ((0, f"x {PLACE}"), (3, [text("a"), {"type": "image"}, text(PLACE)])):
         changed = [{**turn, "content": content} if number == at else turn for number, turn in enumerate(turns)]
@@ -160,9 +160,6 @@ def test_words_are_not_read_as_the_place_of_a_picture(prompts: ImagePrompts) -> 
         assert PLACE in str(told.value)
     with pytest.raises(ValueError, match=r"tools\[0\].name: "):
         prompts.encode(turns, pictures, [{"name": PLACE}])
-
-
-def test_pictures_and_places_must_match(prompts: ImagePrompts) -> None:
     pair = [picture(), picture("blue")]
     with pytest.raises(ValueError, match=r"messages: 2 pictures, for which the .* writes 1 places, .* the user's mess"):
         prompts.encode_text(f"{START}{PLACE}{END}", pair)
@@ -172,7 +169,7 @@ def test_pictures_and_places_must_match(prompts: ImagePrompts) -> None:
         prompts.encode_text(PLACE, [Image.new("RGB", (3000, 4))])
 
 
-def test_the_processors_template_is_used_where_the_tokenizers_leaves_pictures_out(folder: Path) -> None:
+def test_the_processors_template_is_used_where_the_tokenizers_leaves_pictures_or_words_out(folder: Path) -> None:
     processor, template = load_processor(folder), ChatTemplate(load_processor(folder).tokenizer)
     template.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     given = read_pictures([{"role": "user", "content": [image("red"), text("x")]}], Sources())
@@ -185,10 +182,7 @@ def test_the_processors_template_is_used_where_the_tokenizers_leaves_pictures_ou
     processor.chat_template = TEMPLATE.replace(PLACE, "")
     with pytest.raises(ValueError, match=rf"writes no {PLACE.replace('|', '.')} for a picture"):
         ImagePrompts(template, processor)
-
-
-def test_words_are_not_lost_where_a_template_reads_parts_alone(folder: Path) -> None:
-    """LLaVA's, Idefics's and SmolVLM's templates left out messages whose content is a text."""
+    # LLaVA's, Idefics's and SmolVLM's templates left out messages whose content is a text.
     template = ChatTemplate(load_processor(folder).tokenizer)
     template.tokenizer.chat_template = TEMPLATE.replace("m.content is string", "false")
     turns: Any = [

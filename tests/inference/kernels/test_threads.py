@@ -38,7 +38,7 @@ def test_threads_are_no_more_than_the_cores_that_others_leave(busy, own, count, 
     assert torch.get_num_threads() == 4
 
 
-def test_a_number_that_somebody_sets_stands_and_a_lowered_one_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_that_somebody_sets_stands_and_a_look_is_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Threads()
     found.set(2)
     found.restore()
@@ -47,9 +47,6 @@ def test_a_number_that_somebody_sets_stands_and_a_lowered_one_is_restored(monkey
     found.follow()
     found.restore()
     assert torch.get_num_threads() == 1
-
-
-def test_a_look_is_of_this_machine() -> None:
     first, second = threads.core_seconds(), threads.core_seconds()
     assert all(after >= before for after, before in zip(second, first, strict=True))
     assert threads.cores()

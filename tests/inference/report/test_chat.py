@@ -197,7 +197,7 @@ def test_drafted_tokens_are_coloured_on_a_terminal_only(make_chat: Any) -> None:
         assert ("Draft tokens by depth" in printed.getvalue()) == colours
 
 
-def test_a_target_without_a_template_continues_each_line_alone(make_chat: Any) -> None:
+def test_a_target_without_a_template_continues_each_line_alone_and_control_characters_are_dropped(make_chat) -> None:
     chat, printed = make_chat()
     chat.template.tokenizer.chat_template = None
     chat.introduce("names")
@@ -205,9 +205,6 @@ def test_a_target_without_a_template_continues_each_line_alone(make_chat: Any) -
     assert "no chat template" in printed.getvalue()
     assert chat.turns == []
     assert chat.prompt(" a")[0] == chat.template.tokenizer(" a")["input_ids"]
-
-
-def test_control_characters_of_the_target_do_not_reach_the_terminal() -> None:
     assert printable("a\x1b[2J\tb\r\n\x9bé😀") == "a[2J\tb\né😀"
 
 

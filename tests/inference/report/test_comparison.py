@@ -85,10 +85,16 @@ def test_every_method_has_the_same_text_and_figures_by_category(target: TargetMo
         json.dumps(outcome.as_json())
 
 
-def test_seconds_of_a_batch_are_wall_time(target: TargetModel) -> None:
+def test_seconds_of_a_batch_are_wall_time_and_a_question_with_all_its_turns_is_one_unit(target: TargetModel) -> None:
     run = run_batch(Method("plain"), target, PROMPTS, 9, Sampling())
     waited = [stats.seconds for stats in run.stats]
     assert max(waited) <= 1.1 * run.seconds < sum(waited)
+
+    def round_of(number: int, seconds: float, tokens: int) -> Round:
+        return Round(number, [Prompt([1], "qa")], [Run([[1] * tokens], [DecodeStats()], seconds)])
+
+    rounds = [round_of(0, 1.0, 4), round_of(0, 2.0, 5), round_of(1, 4.0, 6)]
+    assert seconds_and_tokens(rounds, 0) == ([3.0, 4.0], [9, 6])
 
 
 def forcing_of(target: TargetModel, sampling: Sampling | None = None) -> Forcing:
@@ -266,11 +272,3 @@ def test_a_chat_that_is_too_long_loses_its_middle_and_a_text_to_continue_does_no
     assert chat.shortened(Prompt(long, "qa", ("said",))).left_out == 4
     assert chat.shortened(Prompt(long[:5], "qa", ("said",))).left_out == 0
     assert chat.shortened(Prompt(long, "held-out")).tokens == long
-
-
-def test_a_question_is_one_unit_of_the_interval_with_all_its_turns() -> None:
-    def round_of(number: int, seconds: float, tokens: int) -> Round:
-        return Round(number, [Prompt([1], "qa")], [Run([[1] * tokens], [DecodeStats()], seconds)])
-
-    rounds = [round_of(0, 1.0, 4), round_of(0, 2.0, 5), round_of(1, 4.0, 6)]
-    assert seconds_and_tokens(rounds, 0) == ([3.0, 4.0], [9, 6])

@@ -29,7 +29,8 @@ from headstart.recipes.schema_heads import Eagle3Section, HeadSection, MedusaSec
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     folder = tmp_path_factory.mktemp("report")
     recipe_with_random_head(folder)
-    return tiny_recipe(folder, "report.num_prompts=1", "decode.max_new_tokens=6")
+    prompts = f"report.prompts={folder / 'heldout.jsonl'}"
+    return tiny_recipe(folder, prompts, "report.num_prompts=1", "decode.max_new_tokens=6")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def outcomes(trained: Recipe) -> list[Outcome]:
     return report(trained)
 
 
-def test_every_method_writes_the_same_text_and_the_files_say_so(trained: Recipe, outcomes: list[Outcome]) -> None:
+def test_every_method_writes_the_same_text_and_the_files_say_so_and_explain_each_column(trained, outcomes) -> None:
     assert {o.method for o in outcomes} == {"generate", "plain", "untrained", "chain", "tree"}
     assert all(o.same == o.prompts for o in outcomes if o.method != "generate" or o.temperature == 0)
     written = json.loads((trained.report_dir / "report.json").read_text())
@@ -46,6 +47,11 @@ def test_every_method_writes_the_same_text_and_the_files_say_so(trained: Recipe,
     assert (trained.report_dir / "report.md").read_text().count("| plain |") == len(trained.report.temperatures)
     files = {path.name for path in trained.report_dir.iterdir() if not path.name.startswith(".")}
     assert files == {"report.json", "report.md"}
+    written = (trained.report_dir / "report.md").read_text()
+    columns = columns_of(outcomes)
+    assert [column for column in columns if f"| {column} " not in written or f"\n- {column}: " not in written] == []
+    assert "token forcing" not in written
+    assert "a token has the same bits in every pass" in written
 
 
 def test_a_tree_of_a_target_that_verifies_chains_alone_has_no_row_beside_the_chain(trained: Recipe) -> None:
@@ -105,6 +111,7 @@ def test_several_heads_are_compared_in_one_report(trained: Recipe, tmp_path: Pat
     folders = ", ".join(f"{name}: {tmp_path / name}" for name in sections)
     recipe = tiny_recipe(
         trained.run_dir.parent,
+        f"report.prompts={trained.report.prompts}",
         "report.num_prompts=2",
         "report.temperatures=[0.0]",
         "report.batches=[1, 2]",
@@ -133,11 +140,3 @@ def test_a_method_whose_drafts_stopped_had_an_acceptance_length_of_1_and_no_word
     steps = {each.method: each.stats.steps for each in rested}
     assert f"- tree: in 3 of {steps['tree']} steps" in " ".join(lines)
     assert not [line for line in lines if line.startswith("- plain")]
-
-
-def test_the_file_has_every_column_and_explains_each(trained: Recipe, outcomes: list[Outcome]) -> None:
-    written = (trained.report_dir / "report.md").read_text()
-    columns = columns_of(outcomes)
-    assert [column for column in columns if f"| {column} " not in written or f"\n- {column}: " not in written] == []
-    assert "token forcing" not in written
-    assert "a token has the same bits in every pass" in written

@@ -81,15 +81,14 @@ def test_a_special_token_may_be_a_stop_string_while_it_is_hidden(client: OpenAI,
     assert (found.text, found.finish_reason, found.stop_reason) == ("<end>" * include, "stop", "<end>")
 
 
-def test_choices_count_seeds_on_and_share_a_prompt(server: Running, client: OpenAI) -> None:
+def test_choices_count_seeds_on_and_prompts_are_texts_or_token_ids_and_without_a_seed_one_is_drawn(
+    server, client
+) -> None:
     found = complete(client, prompt=["a draft", "the head"], n=3, seed=11, temperature=1.0, max_tokens=12)
     assert [choice.index for choice in found.choices] == list(range(6))
     for index, choice in enumerate(found.choices):
         prompt = tokens_of(server, ["a draft", "the head"][index // 3])
         assert choice.text == alone(server, prompt, 12, Sampling(temperature=1.0, seed=11 + index % 3))
-
-
-def test_prompts_are_texts_or_token_ids(server: Running, client: OpenAI) -> None:
     ids = tokens_of(server, "a draft is")
     texts = {complete(client, prompt=prompt, temperature=0).choices[0].text for prompt in ("a draft is", ids, [ids])}
     assert len(texts) == 1
@@ -97,9 +96,6 @@ def test_prompts_are_texts_or_token_ids(server: Running, client: OpenAI) -> None
     assert echoed == "a draft is" + texts.pop()
     streamed = complete(client, temperature=0, echo=True, stream=True)
     assert "".join(each.choices[0].text for each in streamed if each.choices) == echoed
-
-
-def test_without_a_seed_each_request_draws_its_own_and_tells_it(client: OpenAI) -> None:
     found = [complete(client, temperature=1.0) for _ in range(3)]
     assert len({each.seed for each in found}) == 3
     again = complete(client, temperature=1.0, seed=found[0].seed)
@@ -246,7 +242,7 @@ def test_a_prompt_that_comes_again_is_not_read_again(served: Served) -> None:
         assert 'vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} 0.0' not in found.http.get("/metrics").text
 
 
-def test_figures_of_speculation_come_with_the_answer(client: OpenAI) -> None:
+def test_figures_of_speculation_come_with_the_answer_and_each_tokens_text_and_depth_if_asked_for(client) -> None:
     found = complete(client, temperature=0, max_tokens=40, extra_body={"ignore_eos": True}).metrics
     figures = found["speculative_decoding"]
     assert sum(figures["acceptance_histogram"]) == figures["num_spec_steps"]
@@ -256,9 +252,6 @@ def test_figures_of_speculation_come_with_the_answer(client: OpenAI) -> None:
     assert found["time_to_first_token_seconds"] > 0
     plain = complete(client, temperature=0, max_tokens=40, extra_body={"speculative": False})
     assert plain.metrics["speculative_decoding"] is None
-
-
-def test_each_tokens_text_and_depth_come_if_asked_for(client: OpenAI) -> None:
     extra = {"headstart": {"tokens": True, "trees": True}, "ignore_eos": True}
     fields: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 40, "extra_body": extra}
     whole = complete(client, **fields)

@@ -63,16 +63,14 @@ def test_a_port_that_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch, typed:
     assert_refused(outcome, Says("--port", port, "a free port", "another --port"))
 
 
-def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:
+def test_options_and_keys_of_the_environment_reach_the_settings(monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:
     monkeypatch.setenv("HEADSTART_API_KEY", "one,two")
     assert serve_options(None, ["--target", "x"]).settings.api_keys == ("one", "two")
     assert serve_options(None, ["--target", "x", "--api-key", "three"]).settings.api_keys == ("three",)
     monkeypatch.setenv("HEADSTART_API_KEY", "one, two")
     refused = typed("serve", "--target", "x")
     assert_refused(refused, Says("HEADSTART_API_KEY", "with spaces", "visible ASCII characters", "change"))
-
-
-def test_options_reach_the_settings() -> None:
+    monkeypatch.delenv("HEADSTART_API_KEY")
     assert serve_options(None, ["--target", "org/model"]).settings.names == ("model",)
     named = serve_options(None, ["--target", "x", "--served-model-name", "a", "--served-model-name", "b"])
     assert named.settings.names == ("a", "b")
@@ -215,14 +213,11 @@ def test_a_server_for_other_machines_answers_to_any_name_unless_names_are_given(
     assert [named.is_own(name) for name in ("a.example", "box.example", "127.0.0.1")] == [True, False, True]
 
 
-def test_head_is_get_without_a_body(client: httpx.Client) -> None:
+def test_head_is_get_without_a_body_and_a_wrong_method_is_told_the_right_one(client: httpx.Client) -> None:
     for path in ("/", "/style.css", f"/v1/models/{NAME}", "/health", "/metrics"):
         answer, full = client.head(path), client.get(path)
         assert (answer.status_code, answer.content) == (200, b"")
         assert answer.headers.get("content-type") == full.headers.get("content-type")
-
-
-def test_a_wrong_method_is_told_the_right_one(client: httpx.Client) -> None:
     for method, path, allowed in (("HEAD", "/v1/completions", {"POST"}), ("PUT", "/", {"GET", "HEAD"})):
         answer = client.request(method, path)
         assert answer.status_code == 405
@@ -268,16 +263,13 @@ def test_tokens_are_accepted_drafts_plus_one_per_step_and_the_first(counted: Run
     assert total(found, "headstart:acceptance_length") == pytest.approx(1 + accepted / drafts)
 
 
-def test_the_dashboard_asks_for_metrics_that_exist(counted: Running) -> None:
+def test_the_dashboard_asks_for_metrics_that_exist_and_each_has_one_name(counted: Running) -> None:
     known = {key.partition("{")[0] for key in figures(counted)} | {"headstart:promised_acceptance_length"}
     board = json.loads(DASHBOARD.read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
     assert len(queries) > 8
     asked = {name for query in queries for name in re.findall(r"(?:headstart|vllm):\w+", query)}
     assert not asked - known - {"vllm:admission_rejections_total"}
-
-
-def test_each_figure_has_one_name(counted: Running) -> None:
     names = {key.partition("{")[0] for key in figures(counted)}
     assert len({name.partition(":")[2] for name in names}) == len(names) > 30
 

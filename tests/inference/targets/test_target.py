@@ -74,12 +74,9 @@ def test_an_unused_target_is_freed_at_once(make_model: ModelFactory) -> None:
         gc.enable()
 
 
-def test_the_baseline_generates_the_same_in_a_batch_and_alone(target: TargetModel) -> None:
+def test_the_baseline_generates_the_same_in_a_batch_and_alone_and_sampled_depends_only_on_its_seed(target) -> None:
     prompts = [[5, 6, 7], [1], [9, 8, 7, 6, 5, 4]]
     assert target.generate(prompts, 10) == [target.generate([prompt], 10)[0] for prompt in prompts]
-
-
-def test_a_sampled_baseline_depends_only_on_its_seed(target: TargetModel) -> None:
     first = target.generate([[5, 6, 7]], 12, Sampling(1.0, seed=3))
     torch.manual_seed(99)
     state = torch.get_rng_state()

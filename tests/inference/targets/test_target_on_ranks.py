@@ -1,7 +1,6 @@
 """Laws of targets that ranks hold together: split by tensor parallelism, they give what one process gives."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import draft_vocab, new_head, save_head
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.ranks import refuse_split
-from headstart.recipes import Recipe
 from headstart.recipes.schema import TargetSection
 from headstart.trainers.parallel.launch import refuse_lone_decoding
 
@@ -96,12 +94,9 @@ def test_attention_heads_that_ranks_cannot_share_evenly_are_refused(heads: int, 
         refuse_split(config, ranks)
 
 
-def test_a_family_without_a_tensor_parallel_plan_is_refused() -> None:
+def test_a_family_without_a_plan_and_decoding_on_the_main_rank_alone_are_refused(make_recipe) -> None:
     with pytest.raises(ValueError, match=r"no plan for a 'gpt2' model; choose layers"):
         refuse_split(GPT2Config(), 2)
-
-
-def test_decoding_on_the_main_rank_alone_is_refused(make_recipe: Callable[..., Recipe]) -> None:
     recipe = make_recipe("run", "target.split=tensor", "train.eval_prompts=2")
     refuse_lone_decoding(recipe, 1)
     refuse_lone_decoding(make_recipe("run", "target.split=tensor"), 2)

@@ -65,50 +65,42 @@ def test_a_folder_without_weights_is_described(given: str, folder: Path, capsys:
     assert f"decodes by    chains: {METHODS['chains']}" in lines
 
 
-def test_a_model_type_is_described(capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_types_are_described_with_no_export_where_no_head_can_be_trained_and_unknown_ones_as_not_tried(
+    capsys, folder, monkeypatch, tmp_path
+) -> None:
     found = printed(capsys, "gemma3_text")
     assert f"decodes by    trees: {METHODS['trees']}" in found
     assert "vLLM 0.33.0 refuses EAGLE-3 heads for this family" in found
-
-
-def test_no_export_is_told_where_no_head_can_be_trained(folder, capsys, monkeypatch) -> None:
     table = FamilyTable("5", "today", {"qwen3_next": Family("chains", harvest="no: it has no final norm")})
     monkeypatch.setattr(FamilyTable, "packaged", lambda: table)
     found = printed(capsys, str(folder))
     assert "heads         cannot be trained for it: it has no final norm" in found
     assert "exports" not in found
-
-
-def test_a_model_type_that_transformers_lacks_is_tried_when_it_is_loaded(tmp_path, capsys) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama99", "auto_map": {"AutoConfig": "own.Config"}}')
     found = printed(capsys, str(tmp_path))
     assert "decodes by    not tried" in found
     assert "target.trust_remote_code=true" in found
 
 
-def test_an_unknown_name_is_refused_with_what_is_allowed_and_the_nearest(tmp_path: Path) -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_and_without_one_all_types_are_listed_once(
+    tmp_path, capsys
+) -> None:
     said = refusal("qwen3_nxt")
     assert "NAME: 'qwen3_nxt' given, a folder with config.json, that file, a GGUF file, a hub name (org/name)" in said
     assert said.endswith("did you mean qwen3_next?")
     assert "a folder with config.json" in refusal(str(tmp_path))
-
-
-def test_without_a_name_every_model_type_of_the_table_is_listed_once(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys).splitlines()
     listed = [name for line in lines if line.startswith("  ") for name in line.strip(" ,").split(", ")]
     assert sorted(listed) == sorted(FamilyTable.packaged().families)
     assert max(map(len, lines)) <= 120
 
 
-def test_the_table_has_every_model_type_of_its_transformers() -> None:
+def test_the_table_has_every_model_type_of_its_transformers_and_the_page_shows_it(monkeypatch) -> None:
     table = FamilyTable.packaged()
     assert {family.method for family in table.families.values()} <= set(METHODS)
     if table.transformers == transformers.__version__:
         assert set(table.families) == MODEL_TYPES
     assert all(table.of(name).method == "not tried" for name in MODEL_TYPES - set(table.families))
-
-
-def test_the_page_shows_the_packaged_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     page = importlib.import_module("target_page")
     written = (ROOT / "docs/targets.md").read_text().partition(page.MARK)[2]
@@ -123,6 +115,7 @@ def test_the_family_of_a_gguf_file_was_named_after_minutes_of_unpacking(tmp_path
     assert printed(capsys, str(file)).split()[:3] == ["model", "type", "llama"]
     assert not [*(tmp_path / "cache").rglob("*.safetensors")]
     unpack(file, user_cache("gguf") / identity(file))  # in no process of its own, which takes seconds to import
+    capsys.readouterr()
     assert printed(capsys, str(file.parent)).split()[:3] == ["model", "type", "llama"]
     (file.parent / "other.gguf").touch()
     assert "has 2 GGUF files (model.gguf, other.gguf); name one of them" in refusal(str(file.parent))
