@@ -173,6 +173,7 @@ def test_prompts_that_begin_alike_share_states_from_the_second_on(stateful: Targ
         assert found.cached_tokens == (0 if number < 2 else len(shared) // BLOCK * BLOCK)
 
 
+@pytest.mark.parametrize("stateful", slow_unless(("qwen3_next", "lfm2"), KINDS), indirect=True)
 def test_a_prompt_that_comes_again_is_read_from_its_last_message_on_in_one_pass(stateful, monkeypatch) -> None:
     """With another question after 1,000 tokens, 72 were read in two passes, which took 0.29 of the first time."""
     monkeypatch.setattr(stateful, "end_tokens", [96])

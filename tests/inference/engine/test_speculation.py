@@ -30,7 +30,7 @@ from headstart.inference.engine.speculation import (
 from headstart.inference.targets.model import TargetModel
 
 GROWTH = Dynamic(3, 2, 6)
-LONG, SHORT = Request([5, 6, 7, 11], 80), Request([3, 8], 24, Sampling(1.0, seed=1))
+LONG, SHORT = Request([5, 6, 7, 11], 72), Request([3, 8], 24, Sampling(1.0, seed=1))
 
 
 class Watched(HeadDrafter):

@@ -33,7 +33,7 @@ DEMO, HEAD = ASSETS / "demo_target", ASSETS / "demo_head"
 # def main(self, path):\n    return
 CODE = [316, 499, 262, 8, 274, 12, 643, 300, 272, 331]
 COMMA, DOT = 12, 14  # of which the greedy text after CODE has several
-NEW = 12
+NEW = 10
 
 
 class Demo:
@@ -97,7 +97,7 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
-SOME_FILES = "n-grams", "the longest text and prompt", "an older end token", "a call that switches some off"
+SOME_FILES = "n-grams", "the longest text and prompt", "a call that switches some off"
 
 
 @pytest.mark.parametrize("case", slow_unless(SOME_FILES, FILES))
@@ -126,7 +126,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", SAMPLING)
+@pytest.mark.parametrize("case", slow_unless(("sampling", "all at once"), SAMPLING))
 def test_scores_are_those_of_transformers_at_every_token_of_a_text(case, demo, tmp_path, monkeypatch) -> None:
     theirs, model = demo.reading(say(tmp_path, {**SAMPLING[case], "max_new_tokens": 8, "pad_token_id": 0}))
     details = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}

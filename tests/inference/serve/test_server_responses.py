@@ -25,7 +25,7 @@ def server(templated: Running) -> Running:
 
 def respond(client: OpenAI, **fields: Any) -> Any:
     extra = {"seed": 3, **fields.pop("extra_body", {})}
-    shared = {"model": NAME, "input": "a tree", "max_output_tokens": 12, "extra_body": extra}
+    shared = {"model": NAME, "input": "a tree", "max_output_tokens": 8, "extra_body": extra}
     return client.responses.create(**{**shared, **fields})
 
 
@@ -70,7 +70,7 @@ TURNS = [
 def test_a_response_is_the_chat_that_it_stands_for(client: OpenAI, given: dict[str, Any], chat: dict[str, Any]) -> None:
     turns = chat.pop("messages", [("user", "a tree")])
     messages: Any = [{"role": role, "content": text, **(more[0] if more else {})} for role, text, *more in turns]
-    expected = client.chat.completions.create(model=NAME, messages=messages, seed=3, **{"max_tokens": 12, **chat})
+    expected = client.chat.completions.create(model=NAME, messages=messages, seed=3, **{"max_tokens": 8, **chat})
     found = respond(client, **given)
     assert found.output_text == expected.choices[0].message.content
     assert expected.usage is not None

@@ -15,9 +15,9 @@ from headstart.inference.targets.model import TargetModel
 from headstart.targets import SAME, FamilyTable
 
 TRIED = {name: each.images for name, each in FamilyTable.packaged().families.items() if each.images is not None}
-# Images as tokens, positions in four rows, and the refused ones. test_images.py has positions in
+# Positions in four rows, and the refused ones. test_images.py has positions in
 # three rows, features added in later layers, image tokens that see each other, and states that cannot be cut back.
-FAST = ["emu3", "git", "hunyuan_vl", "mllama"]
+FAST = ["git", "hunyuan_vl", "mllama"]
 REFUSED = {
     "git": "after images differ from its own forward",  # no placeholders: the cache holds more than the text's tokens
     "mllama": "with images end in RuntimeError",  # each token takes a row of the mask of its attention to the images
