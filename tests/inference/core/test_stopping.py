@@ -118,7 +118,7 @@ def test_a_generation_ends_where_its_text_contains_a_stop_string(target, make_he
 
 def test_end_tokens_drafted_after_the_end_counted_as_accepted(target, texts) -> None:
     """The draft is a chain of the next eight tokens, of which the third ends the text."""
-    tried = ((each := Sampling(1.0, seed=seed), generate(target, PROMPT, 12, each).tokens) for seed in range(9))
+    tried = ((one := Sampling(1.0, seed=seed), generate(target, PROMPT, 12, one).tokens) for seed in range(9))
     sampling, text = next((sampling, text) for sampling, text in tried if text[3] not in text[:3])
     stop = StopStrings((detokenize(text[:4]),), detokenize)
     each: list[dict[str, Any]] = [{"end_tokens": (text[3],)}, {"stop": stop}]

@@ -49,7 +49,7 @@ def test_shapes_are_checked_in_tests() -> None:
     """Without this test, nobody would notice if the shape checks were switched off."""
     for shapes in (((2,), (2,)), ((2, 3), (2, 4))):
         with pytest.raises(TypeCheckError):
-            Tree(*(torch.zeros(shape, dtype=torch.long) for shape in shapes))
+            Tree(torch.zeros(shapes[0], dtype=torch.long), torch.zeros(shapes[1], dtype=torch.long))
     with pytest.raises(TypeCheckError):
         ancestor_mask(torch.zeros(1, 3))
 

@@ -58,7 +58,7 @@ def _merged_in_this_process() -> Iterator[None]:
 
     def merge(folder: Path, field: str, module: str, paths: list[Path], making: str) -> Path:
         if not folder.is_dir():
-            merge_adapter(*paths)
+            merge_adapter(paths[0], paths[1], folder)
         return folder
 
     with pytest.MonkeyPatch.context() as patch:
@@ -87,9 +87,10 @@ def test_texts_of_a_target_with_an_adapter_are_those_of_pefts_merged_model_alone
 
 @pytest.mark.slow
 def test_an_adapter_is_merged_alike_in_a_process_of_its_own(run_folder: Path) -> None:
-    paths = [run_folder / "target", run_folder / "adapter"]
-    merge_adapter(*paths, run_folder / "here")
-    made_once(run_folder / "there", "target.adapter", "loading", [*paths, run_folder / "there"], "merging")
+    target, adapter = run_folder / "target", run_folder / "adapter"
+    merge_adapter(target, adapter, run_folder / "here")
+    paths = [target, adapter, run_folder / "there"]
+    made_once(run_folder / "there", "target.adapter", "loading", paths, "merging")
     assert contents(run_folder / "there") == contents(run_folder / "here")
 
 

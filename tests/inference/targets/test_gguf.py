@@ -227,7 +227,7 @@ LONGROPE = {
     "short_factor": LONG, "original_max_position_embeddings": 128, "attention_factor": 1.25,
 }  # fmt: skip
 EXPERTS = {"head_dim": 16, "moe_intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
-CAPPED = {"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+CAPS: Any = {"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 LOCAL = {"rope_type": "default", "rope_theta": 10000.0}
 GLOBAL = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 SCALED_27B = {"num_hidden_layers": 7, "head_dim": 4, "query_pre_attn_scalar": 8, "sliding_window": 6}
@@ -268,7 +268,7 @@ FAMILIES: dict[str, tuple[PreTrainedConfig, str, dict[str, Any], dict[str, Any]]
         }, {},
     ),
     "gemma2 with other caps": (
-        Gemma2Config(**SIZES, **CAPPED, sliding_window=6), "gemma2",
+        Gemma2Config(**SIZES, **CAPS, sliding_window=6), "gemma2",
         {
             ".attention.key_length": 8, ".attn_logit_softcapping": 2.0, ".final_logit_softcapping": 3.0,
             ".attention.sliding_window": 6,

@@ -79,9 +79,10 @@ def test_every_family_has_the_same_states_and_text_on_ranks_as_alone(tmp_path: P
 
 
 def test_one_process_loads_a_target_meant_for_ranks_whole(target_folder: Path) -> None:
-    fields: Any = {"path": str(target_folder), "dtype": "float32", "device": "cpu"}
-    shared, alone = (TargetModel.load(TargetSection(**fields, **more), (1,)) for more in ({"split": "tensor"}, {}))
-    found = []
+    section = TargetSection(path=str(target_folder), dtype="float32", device="cpu")
+    sections = section.model_copy(update={"split": "tensor"}), section
+    shared, alone = (TargetModel.load(each, (1,)) for each in sections)
+    found = list[Any]()
     shared.ranks.carry_out(lambda texts: tap(shared, texts), lambda ask: found.append(ask([[5, 6, 7]])))
     assert found[0].taps.equal(tap(alone, [[5, 6, 7]]).taps)
 
