@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
     "initializer_range": 0.6,
@@ -30,141 +30,77 @@ GROUPED: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
 # With tied and scaled embeddings, a random model only repeats its last token.
 UNTIED = {"tie_word_embeddings": False}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-ALTERNATING: dict[str, Any] = {
-    **GROUPED,
-    "num_hidden_layers": 4,
-    "sliding_window": WINDOW,
-    "layer_types": [SLIDING, FULL, SLIDING, FULL],
-}
-LAST_TWO_SLIDING: dict[str, Any] = {
-    **GROUPED,
-    "num_hidden_layers": 4,
-    "use_sliding_window": True,
-    "sliding_window": WINDOW,
-    "max_window_layers": 2,
-}
+ALTERNATING: dict[str, Any] = {**GROUPED, "sliding_window": WINDOW, "layer_types": [SLIDING, FULL]}
+LAST_SLIDING = {**GROUPED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+
+CAPPED = {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+    "truncate": False,
+}  # fmt: skip
+MULTIPLIED = {
+    "embedding_multiplier": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 0.5,
+}  # fmt: skip
 
 # Name -> model type and config. Soft caps, scales and multipliers are set where their defaults would have no visible
 # effect at these sizes.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", GROUPED),
     "qwen2": ("qwen2", GROUPED),
-    "qwen2_mixed": ("qwen2", LAST_TWO_SLIDING),
+    "qwen2_mixed": ("qwen2", LAST_SLIDING),
     "qwen3": ("qwen3", GROUPED),
-    "qwen3_mixed": ("qwen3", LAST_TWO_SLIDING),
+    "qwen3_mixed": ("qwen3", LAST_SLIDING),
     "qwen3_moe": ("qwen3_moe", {**GROUPED, **EXPERTS, "norm_topk_prob": True}),
     "mistral": ("mistral", {**GROUPED, "sliding_window": WINDOW}),
     "mixtral": ("mixtral", {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "gemma2": (
-        "gemma2",
-        {
-            **ALTERNATING,
-            **UNTIED,
-            "query_pre_attn_scalar": 8,
-            "attn_logit_softcapping": 5.0,
-            "final_logit_softcapping": 10.0,
-        },
-    ),
+    "gemma2": ("gemma2", {**ALTERNATING, **UNTIED, **CAPPED}),
     "gemma3": ("gemma3_text", {**ALTERNATING, **UNTIED, "query_pre_attn_scalar": 8}),
     "phi3": ("phi3", GROUPED),
     "phi3_sliding": ("phi3", {**GROUPED, "sliding_window": WINDOW}),
     "gpt2": ("gpt2", SIZES),  # learned positions
-    "gpt_neox": ("gpt_neox", {**SIZES, "num_hidden_layers": 4, "rotary_pct": 0.5, "use_parallel_residual": True}),
+    "gpt_neox": ("gpt_neox", {**SIZES, "rotary_pct": 0.5, "use_parallel_residual": True}),
     "olmo2": ("olmo2", GROUPED),
     "olmo3": ("olmo3", ALTERNATING),
     "gpt_oss": (  # attention sinks
         "gpt_oss",
-        {
-            **ALTERNATING,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-                "truncate": False,
-            },
-        },
+        {**ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN},
     ),
-    "granite": (
-        "granite",
-        {
-            **GROUPED,
-            "embedding_multiplier": 2.0,
-            "attention_multiplier": 0.3,
-            "residual_multiplier": 0.7,
-            "logits_scaling": 0.5,
-        },
-    ),
+    "granite": ("granite", {**GROUPED, **MULTIPLIED}),
     "cohere2": ("cohere2", {**ALTERNATING, **UNTIED, "logit_scale": 1.0}),  # no rotary embedding in the full layers
     "starcoder2": ("starcoder2", {**GROUPED, "sliding_window": WINDOW}),
     "glm4": ("glm4", GROUPED),
-    "smollm3": ("smollm3", {**GROUPED, "num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}),
+    "smollm3": ("smollm3", {**GROUPED, "no_rope_layers": [1, 0]}),
     "exaone4": ("exaone4", ALTERNATING),
 }
 
 # Families whose states cannot be cut back, and others with a layer of their own: they are tested apart.
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+SCANNED = {
+    "shared_expert_intermediate_size": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": ["linear_attention", FULL],
+}  # fmt: skip
 STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_next": (
-        "qwen3_next",
-        {
-            **GROUPED,
-            **EXPERTS,
-            "num_hidden_layers": 4,
-            "shared_expert_intermediate_size": 24,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "layer_types": ["linear_attention", FULL, "linear_attention", FULL],
-        },
-    ),
+    "qwen3_next": ("qwen3_next", {**GROUPED, **EXPERTS, **SCANNED}),
     "falcon_h1": ("falcon_h1", {**GROUPED, **MAMBA, "mamba_d_ssm": 32}),  # each layer has attention and a state
-    "lfm2": ("lfm2", {**GROUPED, "num_hidden_layers": 4, "layer_types": ["conv", FULL, "conv", FULL]}),
+    "lfm2": ("lfm2", {**GROUPED, "layer_types": ["conv", FULL]}),
 }
 # Its passes over several tokens do not go on from its states.
 JAMBA: dict[str, Any] = {
-    **GROUPED,
-    "num_hidden_layers": 4,
-    "attn_layer_period": 2,
-    "attn_layer_offset": 1,
-    "expert_layer_period": 2,
-    "expert_layer_offset": 1,
-    "num_experts": 2,
-    "num_experts_per_tok": 1,
-    "mamba_d_state": 8,
-    "mamba_dt_rank": 8,
-    "use_mamba_kernels": False,
-}
+    **GROUPED, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+    "num_experts": 2, "num_experts_per_tok": 1, "mamba_d_state": 8, "mamba_dt_rank": 8, "use_mamba_kernels": False,
+}  # fmt: skip
+ROUTED = {
+    "num_key_value_heads": 4, "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+CHUNKED = {
+    "num_hidden_layers": 4, "intermediate_size_mlp": 48, "num_local_experts": 2, "num_experts_per_tok": 1,
+    "attention_chunk_size": 8,
+}  # fmt: skip
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v3": (
-        "deepseek_v3",
-        {
-            **SIZES,
-            **LATENT,
-            "num_key_value_heads": 4,
-            "moe_intermediate_size": 24,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-        },
-    ),
-    "llama4": (
-        "llama4_text",
-        {
-            **GROUPED,
-            "num_hidden_layers": 4,
-            "intermediate_size_mlp": 48,
-            "num_local_experts": 2,
-            "num_experts_per_tok": 1,
-            "attention_chunk_size": 8,
-        },
-    ),
+    "deepseek_v3": ("deepseek_v3", {**SIZES, **LATENT, **ROUTED}),
+    "llama4": ("llama4_text", {**GROUPED, **CHUNKED}),
 }
 
 

@@ -17,15 +17,7 @@ from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
-from headstart.inference.drafters.costs import (
-    NODES,
-    CostAware,
-    CostSurface,
-    CostTable,
-    Drafted,
-    Situation,
-    StepCosts,
-)
+from headstart.inference.drafters.costs import NODES, CostAware, CostSurface, CostTable, Drafted, Situation, StepCosts
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth, GrowthPolicy
 from headstart.inference.drafters.head import HeadDrafter

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from families import GROUPED
 from PIL import Image
 from tiny_run import ENDS, build_chat_run, build_letters, build_run, build_tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
@@ -22,38 +23,15 @@ TEMPLATE = (
     "{% for part in m.content %}{% if part.type == 'image' %}" + "".join(MARKS) + "{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 TEXT: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": ENDS,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "mrope_section": [2, 1, 1],
-        "mrope_interleaved": True,
-    },
+    **{**GROUPED, "num_hidden_layers": 3, "initializer_range": 0.3, "eos_token_id": ENDS},
+    **{"tie_word_embeddings": False, "rope_parameters": ROPE},
 }
 TOWER: dict[str, Any] = {
-    "depth": 3,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_heads": 2,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "out_hidden_size": 32,
-    "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [0, 1, 2],
-}
+    "depth": 3, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2,
+    "temporal_patch_size": 2, "out_hidden_size": 32, "num_position_embeddings": 16,
+}  # fmt: skip
 CELL = 8  # pixels along a side: 2 patches
 COLOURS = {"red": (220, 30, 30), "green": (20, 200, 60), "blue": (30, 60, 220), "yellow": (230, 220, 40)}
 
@@ -69,8 +47,8 @@ def build_seeing_target(
     start, place, end, video = ids
     config = AutoConfig.for_model(
         "qwen3_vl",
-        text_config={"vocab_size": len(tokenizer), **TEXT, **text_changes},
-        vision_config=TOWER,
+        text_config={**TEXT, "vocab_size": len(tokenizer), **text_changes},
+        vision_config={**TOWER, "deepstack_visual_indexes": [0, 1, 2]},
         image_token_id=place,
         video_token_id=video,
         vision_start_token_id=start,

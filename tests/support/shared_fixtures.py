@@ -13,7 +13,6 @@ import shape_checks
 import torch
 from bad_inputs import Typed, type_command
 from families import SIZES
-from scripted import REQUESTS, Texts, texts_of
 from sound_loop import assert_sound
 from tiny_run import build_run, tiny_recipe
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -31,6 +30,7 @@ from headstart.heads.kinds.medusa import MedusaHead, MedusaShape
 from headstart.heads.kinds.peagle import PEagleHead, PEagleShape
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.request import EmittedTokens
+from headstart.inference.drafters import cost_measurement
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.kernels.products import library
 from headstart.inference.targets.model import TargetModel
@@ -88,16 +88,10 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _certificates_read_once() -> Iterator[None]:
-    """httpx reads the certificates of all authorities for each client, 30 ms each, and the tests need none of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _sound_loops() -> Iterator[None]:
-    """Check every decode loop after each of its steps."""
+def _sound_loops_and_short_waits() -> Iterator[None]:
+    """Check every decode loop after each of its steps. Time each part of a step once. Let httpx read the certificates
+    of all authorities once, and not for each client, 30 ms each: the tests need none of them.
+    """
     step = DecodeLoop.step
 
     def checked(loop: DecodeLoop) -> list[EmittedTokens]:
@@ -107,6 +101,8 @@ def _sound_loops() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DecodeLoop, "step", checked)
+        patch.setattr(cost_measurement, "TIMED_RUNS", 1)
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
         yield
 
 
@@ -132,7 +128,7 @@ def target(make_model: ModelFactory) -> TargetModel:
 @pytest.fixture(scope="session")
 def deep_target(make_model: ModelFactory) -> TargetModel:
     """The target that the heads are made for: 7 layers, the fewest with the default taps of every engine."""
-    return TargetModel(make_model(), TAPS)
+    return TargetModel(make_model(num_hidden_layers=7), TAPS)
 
 
 @pytest.fixture(scope="session")
@@ -199,11 +195,6 @@ def make_head(frozen: FrozenTarget) -> HeadFactory:
 @pytest.fixture(scope="session")
 def head(make_head: HeadFactory) -> Eagle3Head:
     return make_head()
-
-
-@pytest.fixture(scope="session")
-def texts(target: TargetModel, make_head: HeadFactory) -> Texts:
-    return texts_of(target, REQUESTS, make_head)
 
 
 @pytest.fixture(scope="session")

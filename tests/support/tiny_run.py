@@ -62,18 +62,10 @@ def build_target(
 ) -> Path:
     """Save a random target with weights so large that next tokens depend on the text and near-ties are rare."""
     sizes = {
-        "vocab_size": vocab_size,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.3,
-        "bos_token_id": None,
-        "eos_token_id": ENDS,
-        "tie_word_embeddings": False,
-    }
+        "vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": num_layers,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3,
+        "bos_token_id": None, "eos_token_id": ENDS, "tie_word_embeddings": False,
+    }  # fmt: skip
     config = LlamaConfig(**sizes | config_changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

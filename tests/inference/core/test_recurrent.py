@@ -11,6 +11,7 @@ from matrix import slow_unless
 from scripted import Hidden, Moody, NoThirds, answered, finish
 from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration, RwkvConfig, RwkvForCausalLM
 
+from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.recurrent import WINDOW
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
@@ -23,8 +24,8 @@ from headstart.inference.targets import check, passes
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
 
-PROMPTS = [[(7 * place + 3 * row) % 97 for place in range(count)] for row, count in enumerate((9, 40, 17))]
-NEW = 14
+PROMPTS = [[(7 * place + 3 * row) % 97 for place in range(count)] for row, count in enumerate((5, 20, 9))]
+NEW = 8
 KINDS = [*STATEFUL, "own cache"]
 
 
@@ -51,6 +52,15 @@ def texts(target: TargetModel, asked: list[Request]) -> list[list[int]]:
     return [[*each.prompt, *plain(target, tuple(each.prompt), each.sampling)] for each in asked]
 
 
+def of_transformers(target: TargetModel) -> list[list[int]]:
+    return [[*prompt, *target.generate([prompt], NEW)[0]] for prompt in PROMPTS]
+
+
+def in_a_batch(target: TargetModel, drafter: Drafter, temperature: float = 0.0) -> list[list[int]]:
+    found = generate_batch(target, requests(temperature), drafter, 2)
+    return [[*prompt, *each.tokens] for prompt, each in zip(PROMPTS, found, strict=True)]
+
+
 @functools.cache
 def plain(target: TargetModel, prompt: tuple[int, ...], sampling: Sampling) -> list[int]:
     return generate(target, list(prompt), NEW, sampling).tokens
@@ -67,23 +77,14 @@ def counting(counts: list[int]) -> Callable[..., Any]:
     return counted
 
 
-@pytest.mark.parametrize("stateful", slow_unless(("qwen3_next", "own cache"), KINDS), indirect=True)
-def test_plain_decoding_is_that_of_transformers(stateful: TargetModel) -> None:
-    for prompt, text in zip(PROMPTS, texts(stateful, requests()), strict=True):
-        assert text == [*prompt, *stateful.generate([prompt], NEW)[0]]
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize(("drafter", "temperature"), [(Moody, 1.0), (Hidden, 0.0)])
-def test_drafts_change_no_text(stateful: TargetModel, drafter: Callable[..., Any], temperature: float) -> None:
+def test_texts_are_those_of_transformers_and_drafts_change_none(stateful: TargetModel) -> None:
     """Alone, and in a batch whose rows accept different numbers, so that their windows differ in length."""
-    asked = requests(temperature)
-    wanted = texts(stateful, asked)
-    for each, text in zip(asked, wanted, strict=True):
-        found = generate(stateful, each.prompt, NEW, each.sampling, drafter(*wanted))
-        assert [*each.prompt, *found.tokens] == text
-    together = generate_batch(stateful, asked, drafter(*wanted), 2)
-    assert [[*each.prompt, *found.tokens] for each, found in zip(asked, together, strict=True)] == wanted
+    wanted = texts(stateful, requests())
+    assert wanted == of_transformers(stateful)
+    alone = generate(stateful, PROMPTS[1], NEW, drafter=Hidden(*wanted))
+    assert [*PROMPTS[1], *alone.tokens] == wanted[1]
+    wanted = texts(stateful, requests(1.0))
+    assert in_a_batch(stateful, Moody(*wanted), 1.0) == wanted
 
 
 @pytest.mark.slow
@@ -100,16 +101,19 @@ def test_constraints_penalties_and_lookups_change_no_text(stateful: TargetModel)
     assert together[0].stats.drafted
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_layers_of_several_shapes_verify_trees(name: str) -> None:
-    """Keys wider than values, and chunked attention, whose chunk the texts are longer than."""
+@pytest.mark.parametrize("name", [*OTHERS, "jamba"])
+def test_layers_of_several_shapes_verify_trees_and_others_decode_plainly(name: str) -> None:
+    """Keys wider than values, and chunked attention, whose chunk the texts are longer than. Jamba's passes do not go on
+    from its states: its rows share their steps, a drafter given to the loop is not asked, one of a recipe is refused.
+    """
     target = TargetModel(make_family(name), ())
-    assert target.passes.verifies_trees
-    asked = requests()
-    wanted = texts(target, asked)
-    assert wanted == [[*prompt, *target.generate([prompt], NEW)[0]] for prompt in PROMPTS]
-    together = generate_batch(target, asked, Hidden(*wanted), 3)
-    assert [[*each.prompt, *found.tokens] for each, found in zip(asked, together, strict=True)] == wanted
+    assert target.passes.method == ("plain" if name == "jamba" else "trees")
+    wanted = texts(target, requests())
+    assert wanted == of_transformers(target)
+    assert in_a_batch(target, Hidden(*wanted)) == wanted
+    if name == "jamba":
+        with pytest.raises(ValueError, match="prompt_lookup given, but a 'jamba' target takes no drafts"):
+            build_drafter(DecodeSection(drafter="prompt_lookup"), target, TargetSection(path="jamba", dtype="float32"))
 
 
 def test_a_rejection_costs_no_pass_until_the_window_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,17 +165,16 @@ def test_a_chat_is_read_from_where_its_last_answer_ended(stateful: TargetModel) 
 @pytest.mark.parametrize("stateful", slow_unless(("falcon_h1", "own cache"), KINDS), indirect=True)
 def test_prompts_that_begin_alike_share_states_from_the_second_on(stateful: TargetModel) -> None:
     """The second one is read in two parts, so that the third finds the states at the end of what they share."""
-    loop = DecodeLoop(stateful, prefix_memory=2**20)
-    for number in range(4):
-        prompt = [*PROMPTS[1], *range(60 + number, 70)]
+    loop, shared = DecodeLoop(stateful, prefix_memory=2**20), PROMPTS[1] * 2
+    for number in range(3):
+        prompt = [*shared, *range(60 + number, 70)]
         found = answered(loop, Request(prompt, 5))
         assert found.tokens == generate(stateful, prompt, 5).tokens
-        assert found.cached_tokens == (0 if number < 2 else len(PROMPTS[1]) // BLOCK * BLOCK)
+        assert found.cached_tokens == (0 if number < 2 else len(shared) // BLOCK * BLOCK)
 
 
-def test_a_prompt_that_comes_again_is_read_from_its_last_message_on_in_one_pass(
-    stateful: TargetModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("stateful", slow_unless(("qwen3_next", "lfm2"), KINDS), indirect=True)
+def test_a_prompt_that_comes_again_is_read_from_its_last_message_on_in_one_pass(stateful, monkeypatch) -> None:
     """With another question after 1,000 tokens, 72 were read in two passes, which took 0.29 of the first time."""
     monkeypatch.setattr(stateful, "end_tokens", [96])
     loop, counts = DecodeLoop(stateful, prefix_memory=2**22), list[int]()
@@ -187,23 +190,7 @@ def test_a_prompt_that_comes_again_is_read_from_its_last_message_on_in_one_pass(
         assert found.tokens == generate(stateful, prompt, 5).tokens
 
 
-def test_a_target_whose_passes_do_not_go_on_from_its_states_decodes_plainly() -> None:
-    """Its rows still share their steps. A drafter given to the loop is not asked; one of a recipe is refused."""
-    target = TargetModel(make_family("jamba"), ())
-    assert target.passes.method == "plain"
-    asked = requests()
-    wanted = texts(target, asked)
-    assert wanted == [[*prompt, *target.generate([prompt], NEW)[0]] for prompt in PROMPTS]
-    together = generate_batch(target, asked, Moody(*wanted), 2)
-    assert [[*each.prompt, *found.tokens] for each, found in zip(asked, together, strict=True)] == wanted
-    section = DecodeSection(drafter="prompt_lookup")
-    with pytest.raises(ValueError, match="prompt_lookup given, but a 'jamba' target takes no drafts"):
-        build_drafter(section, target, TargetSection(path="jamba", dtype="float32"))
-
-
-def test_a_target_with_states_gets_the_chain_of_a_recipe_that_asks_for_a_tree(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_target_with_states_gets_the_chain_of_a_recipe_that_asks_for_a_tree(capfd) -> None:
     target = TargetModel(make_family("lfm2"), ())
     section = DecodeSection(drafter="prompt_lookup", growth="dynamic")
     source = TargetSection(path="lfm2", dtype="float32")
@@ -214,7 +201,7 @@ def test_a_target_with_states_gets_the_chain_of_a_recipe_that_asks_for_a_tree(
     assert said in capfd.readouterr().err
 
 
-def test_a_model_that_reads_its_prompt_in_both_directions_is_refused() -> None:
+def reads_in_both_directions() -> Any:
     """It wrote another text in silence: a prompt that is read in two passes differs from one that is read in one."""
     text = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -224,23 +211,33 @@ def test_a_model_that_reads_its_prompt_in_both_directions_is_refused() -> None:
         image_token_index=96,
         projection_dim=32,
     )
-    with pytest.raises(ValueError, match="'gemma' model given, whose passes do not continue its own text: trees: "):
-        TargetModel(PaliGemmaForConditionalGeneration(config).eval(), ())
+    return PaliGemmaForConditionalGeneration(config).eval()
 
 
-def test_a_model_whose_step_of_one_token_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def computes_a_step_of_one_token_otherwise() -> Any:
     """Zamba2 wrote another text: its pass over several tokens bounds their time steps, and that of one token does not.
     GIT crashed in its first step without drafts."""
-    monkeypatch.setattr(check, "KNOWN_METHODS", {})
     model = make_family("falcon_h1")
     for layer in model.model.layers:
         layer.mamba.time_step_limit = (1.0, float("inf"))
-    with pytest.raises(ValueError, match=r"'falcon_h1' model given, .*: chains: one token of one row differs"):
-        TargetModel(model, ())
+    return model
 
 
-def test_a_state_that_is_no_cache_is_refused() -> None:
+def has_a_state_that_is_no_cache() -> Any:
     config = RwkvConfig(vocab_size=97, hidden_size=16, attention_hidden_size=16, num_hidden_layers=2)
     config.num_attention_heads, config.max_position_embeddings = 1, 256
-    with pytest.raises(ValueError, match="'rwkv' model given, whose passes do not continue its own text: own cache: "):
-        TargetModel(RwkvForCausalLM(config).eval(), ())
+    return RwkvForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (reads_in_both_directions, "trees: "),
+        (computes_a_step_of_one_token_otherwise, "chains: one token of one row differs"),
+        (has_a_state_that_is_no_cache, "own cache: "),
+    ],
+)
+def test_a_model_whose_passes_do_not_continue_its_own_text_is_refused(make, said, monkeypatch) -> None:
+    monkeypatch.setattr(check, "KNOWN_METHODS", {})
+    with pytest.raises(ValueError, match=rf"model given, whose passes do not continue its own text: .*{said}"):
+        TargetModel(make(), ())

@@ -100,14 +100,12 @@ def test_a_gumbel_table_that_moves_on_is_one_drawn_anew() -> None:
         assert torch.equal(continued.values, anew.values)
 
 
-def test_greedy_rows_get_no_gumbel_noise() -> None:
+def test_greedy_rows_get_no_noise_nor_do_temperatures_near_zero_and_a_top_k_of_0_keeps_all_tokens() -> None:
     logits = torch.randn(2, 6, 97)
     assert alone(Sampling()).scores(logits[:1], torch.arange(6).unsqueeze(0)).data_ptr() == logits.data_ptr()
     mixed = BatchSampling([Sampling(), Sampling(1.0)], "cpu")
     assert torch.equal(mixed.scores(logits, torch.arange(6).expand(2, 6))[0], logits[0])
-
-
-def test_a_temperature_near_zero_is_greedy() -> None:
+    assert Sampling(1.0, top_k=0) == Sampling(1.0, top_k=-1) == Sampling(1.0)
     logits, positions = torch.randn(1, 500, 97), torch.arange(500).unsqueeze(0)
     greedy = logits.argmax(-1)
     differing = [
@@ -116,10 +114,6 @@ def test_a_temperature_near_zero_is_greedy() -> None:
     ]
     assert differing[0] > differing[1] > differing[2] == differing[3] == 0
     assert Sampling(1e-9) == Sampling()  # dividing by less would overflow
-
-
-def test_a_top_k_of_0_or_less_keeps_all_tokens() -> None:
-    assert Sampling(1.0, top_k=0) == Sampling(1.0, top_k=-1) == Sampling(1.0)
 
 
 WARPERS: dict[str, tuple[dict[str, Any], list[LogitsProcessor]]] = {
@@ -165,14 +159,11 @@ def test_each_warper_matches_that_of_transformers(name: str, ties: bool) -> None
     assert torch.allclose(warped, wanted, rtol=0, atol=1e-5)
 
 
-def test_presence_counts_a_token_once_and_frequency_each_time_and_neither_counts_the_prompt() -> None:
+def test_penalties_count_the_output_alone_and_top_p_keeps_the_last_of_equally_likely_tokens() -> None:
     history = History.start([[7, 7, 1]], 9, "cpu").followed_by(torch.tensor([[1, 2, 2]]), torch.ones(1, 3, 3).bool())
     logits = torch.randn(1, 3, 9)
     warped = alone(Sampling(presence_penalty=0.5, frequency_penalty=0.25)).scores(logits, None, history)
     assert torch.allclose(logits - warped, torch.tensor([0, 0.75, 1.0, 0, 0, 0, 0, 0, 0]).expand(1, 3, 9))
-
-
-def test_top_p_keeps_the_last_of_equally_likely_tokens() -> None:
     warped = alone(Sampling(1.0, top_p=0.5)).scores(torch.zeros(1, 3, 97), None)
     assert torch.equal(warped.isfinite(), (torch.arange(97) >= 48).expand(1, 3, 97))
 
@@ -232,24 +223,15 @@ def test_rows_of_a_mixed_batch_score_as_if_alone_bit_for_bit() -> None:
         assert torch.equal(one.choose(logits[rows], positions[rows], own), together[0][rows].argmax(-1))
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.5])
-def test_choices_follow_the_distribution(temperature: float) -> None:
-    counts = draws(1, temperature=temperature).bincount(minlength=5)
-    assert chi_square(counts, (LOGITS / temperature).softmax(-1)) < CHI_SQUARE_999[4]
-
-
-def test_choices_over_seeds_follow_the_distribution() -> None:
+def test_choices_follow_the_distribution_and_neighbouring_ones_are_independent() -> None:
     """Users count seeds up from zero, so neighbouring seeds must be as independent as neighbouring positions."""
-    batch = BatchSampling([Sampling(1.0, seed=seed) for seed in range(3000)], "cpu")
+    for temperature in (0.7, 1.5):
+        counts = draws(1, temperature=temperature).bincount(minlength=5)
+        assert chi_square(counts, (LOGITS / temperature).softmax(-1)) < CHI_SQUARE_999[4]
+    batch, p = BatchSampling([Sampling(1.0, seed=seed) for seed in range(3000)], "cpu"), LOGITS.softmax(-1)
     chosen = batch.choose(LOGITS.expand(3000, 1, 5), torch.full((3000, 1), 17))
-    assert chi_square(chosen.flatten().bincount(minlength=5), LOGITS.softmax(-1)) < CHI_SQUARE_999[4]
-
-
-@pytest.mark.parametrize("pair", ["positions", "seeds"])
-def test_neighbouring_choices_are_independent(pair: str) -> None:
-    """Position t and t + 1, and seed s and s + 1 at one position: 25 cells against the product distribution."""
-    first = draws()[::2] if pair == "positions" else draws(seed=6)
-    second = draws()[1::2] if pair == "positions" else draws(seed=7)
-    p = LOGITS.softmax(-1)
-    cells = (first * 5 + second).bincount(minlength=25)
-    assert chi_square(cells, (p[:, None] * p).flatten()) < CHI_SQUARE_999[24]
+    assert chi_square(chosen.flatten().bincount(minlength=5), p) < CHI_SQUARE_999[4]
+    # Position t and t + 1, and seed s and s + 1 at one position: 25 cells against the product distribution.
+    for first, second in ((draws()[::2], draws()[1::2]), (draws(seed=6), draws(seed=7))):
+        cells = (first * 5 + second).bincount(minlength=25)
+        assert chi_square(cells, (p[:, None] * p).flatten()) < CHI_SQUARE_999[24]

@@ -99,12 +99,7 @@ def made(name: str, target: TargetModel, text: list[int], make_head: HeadFactory
         ("plain", "half right head, tree"), ["plain", "oracle", "truth hidden in a tree", "half right head, tree"]
     ),
 )
-def test_a_generation_ends_where_its_text_contains_a_stop_string(
-    target: TargetModel,
-    make_head: HeadFactory,
-    texts: dict[Sampling, list[int]],
-    drafter: str,
-) -> None:
+def test_a_generation_ends_where_its_text_contains_a_stop_string(target, make_head, texts, drafter) -> None:
     """Also in the middle of an accepted path; the logprobs end there too."""
     ends = set()
     for sampling, text in texts.items():
@@ -121,17 +116,14 @@ def test_a_generation_ends_where_its_text_contains_a_stop_string(
     assert len(ends) > 4  # among them the first token, one inside an accepted path, and no end at all
 
 
-def test_end_tokens_drafted_after_the_end_counted_as_accepted(
-    target: TargetModel, texts: dict[Sampling, list[int]]
-) -> None:
+def test_end_tokens_drafted_after_the_end_counted_as_accepted(target, texts) -> None:
     """The draft is a chain of the next eight tokens, of which the third ends the text."""
-    sampling = Sampling(1.0, seed=3)
-    text = texts[sampling]
-    assert text[3] not in text[:3]
+    tried = ((one := Sampling(1.0, seed=seed), generate(target, PROMPT, 12, one).tokens) for seed in range(9))
+    sampling, text = next((sampling, text) for sampling, text in tried if text[3] not in text[:3])
     stop = StopStrings((detokenize(text[:4]),), detokenize)
     each: list[dict[str, Any]] = [{"end_tokens": (text[3],)}, {"stop": stop}]
     for ends in each:
-        request = replace(Request(PROMPT, NEW_TOKENS, sampling, show_trees=True), **ends)
+        request = replace(Request(PROMPT, 12, sampling, show_trees=True), **ends)
         loop = loop_of(target, [request], Oracle(PROMPT + text, ahead=8))
         _, block = loop.run()
         assert (block.tokens, block.drafted, block.accepted) == (text[1:4], 8, 2)  # the third is the step's own
@@ -141,9 +133,7 @@ def test_end_tokens_drafted_after_the_end_counted_as_accepted(
         assert (stats.tokens, stats.accepted_at_depth) == (3, [1, 1])
 
 
-def test_a_stop_string_that_begins_in_the_prompt_is_ignored(
-    target: TargetModel, texts: dict[Sampling, list[int]]
-) -> None:
+def test_a_stop_string_that_begins_in_the_prompt_is_ignored(target, texts) -> None:
     text = texts[Sampling()]
     across = detokenize(PROMPT[-1:] + text[:1])
     stop = StopStrings((detokenize(PROMPT[:2]), across), detokenize)
@@ -151,14 +141,12 @@ def test_a_stop_string_that_begins_in_the_prompt_is_ignored(
     assert generate_batch(target, [Request(PROMPT, NEW_TOKENS, stop=stop)])[0].tokens == text
 
 
-def test_stop_string_end_token_or_length_ends_a_text_whichever_comes_first(
-    target: TargetModel, texts: dict[Sampling, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_string_end_token_or_length_ends_a_text_whichever_comes_first(target, texts, monkeypatch) -> None:
     """Even if all three lie in one accepted path."""
     text = texts[Sampling()]
-    place = next(i for i in range(3, 20) if text[i] not in text[:i] and text[i + 1] not in text[: i + 1])
+    fresh = (i for i in range(3, 20) if text[i] not in text[:i] and text[i + 1] not in text[: i + 1])
+    place = next(i for i in fresh if first_end(text, (detokenize(text[i : i + 1]),)) == i + 1)
     string = detokenize(text[place : place + 1])
-    assert first_end(text, (string,)) == place + 1
 
     def decode(count: int, strings: tuple[str, ...]) -> Generation:
         request = Request(PROMPT, count, stop=StopStrings(strings, detokenize))

@@ -1,8 +1,11 @@
 """Laws of draft trees: which nodes attend to which, which nodes are kept, and which path is accepted."""
 
+import itertools
+
 import pytest
 import torch
 from jaxtyping import TypeCheckError
+from scripted import batch_trees
 from torch import Tensor
 
 from headstart.inference.core.cache import Slots
@@ -15,15 +18,6 @@ def random_parents(nodes: int) -> list[int]:
     return [-1] + [int(torch.randint(node, ())) for node in range(1, nodes)]
 
 
-def ragged(trees: list[tuple[list[int], list[int]]]) -> Tree:
-    """A tree per row from tokens and parents; smaller trees are padded with nodes that have no parent."""
-    longest = max(len(tokens) for tokens, _ in trees)
-    return Tree(
-        torch.tensor([tokens + tokens[-1:] * (longest - len(tokens)) for tokens, _ in trees]),
-        torch.tensor([parents + [-1] * (longest - len(parents)) for _, parents in trees]),
-    )
-
-
 def naive_mask(parents: list[int]) -> Tensor:
     mask = torch.eye(len(parents), dtype=torch.bool)
     for node, parent in enumerate(parents):
@@ -32,26 +26,18 @@ def naive_mask(parents: list[int]) -> Tensor:
     return mask
 
 
-SHAPES = {
-    "root": [-1],
-    "chain": [*range(-1, 63)],  # the greatest depth for 64 nodes
-    "chain of 65": [*range(-1, 64)],  # one more than a power of two
-    "star": [-1] + [0] * 30,
-}
+# A root, chains of 64 nodes, for which it is the greatest depth, and of one more, a star.
+SHAPES = [[-1], [*range(-1, 63)], [*range(-1, 64)], [-1] + [0] * 30]
 
 
-def test_the_masks_of_extreme_and_random_trees_match_the_naive_ones() -> None:
+def test_masks_match_the_naive_ones_and_depths_count_the_edges_to_the_root() -> None:
     """Including nodes without a parent, which see only themselves and are seen by no other node."""
     random = [[random_parents(nodes) for _ in range(10)] + [[-1] * nodes] for nodes in (2, 8, 60)]
-    for rows in (*random, *([parents] for parents in SHAPES.values())):
+    for rows in (*random, *([parents] for parents in SHAPES)):
         for mask in (ancestor_mask, squared_mask):
             assert torch.equal(mask(torch.tensor(rows)), torch.stack([naive_mask(row) for row in rows]))
-
-
-def test_depths_count_the_edges_to_the_root() -> None:
-    """0 - 1 - 3        0 - 1 - 2     4 and 5 have no parent
-    \\- 2 - 4 - 5            \\- 3
-    """
+    # 0 - 1 - 3        0 - 1 - 2     4 and 5 have no parent
+    # \\- 2 - 4 - 5            \\- 3
     tree = Tree(torch.arange(12).view(2, 6), torch.tensor([[-1, 0, 0, 1, 2, 4], [-1, 0, 1, 1, -1, -1]]))
     assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 3], [0, 1, 2, 2, 0, 0]]
     assert tree.shape == (2, 6)
@@ -61,10 +47,9 @@ def test_depths_count_the_edges_to_the_root() -> None:
 
 def test_shapes_are_checked_in_tests() -> None:
     """Without this test, nobody would notice if the shape checks were switched off."""
-    with pytest.raises(TypeCheckError):
-        Tree(torch.zeros(2, dtype=torch.long), torch.zeros(2, dtype=torch.long))
-    with pytest.raises(TypeCheckError):
-        Tree(torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long))
+    for shapes in (((2,), (2,)), ((2, 3), (2, 4))):
+        with pytest.raises(TypeCheckError):
+            Tree(torch.zeros(shapes[0], dtype=torch.long), torch.zeros(shapes[1], dtype=torch.long))
     with pytest.raises(TypeCheckError):
         ancestor_mask(torch.zeros(1, 3))
 
@@ -92,10 +77,9 @@ def random_pool(levels: int, width: int, score_step: float, rows: int = 3) -> Po
 
 
 @pytest.mark.parametrize("score_step", [0.0, 1.0, 0.125], ids=["all tied", "many ties", "ties"])
-@pytest.mark.parametrize("width", [1, 2, 4])
-def test_the_best_nodes_include_their_parents_even_with_ties(width: int, score_step: float) -> None:
+def test_the_best_nodes_include_their_parents_even_with_ties(score_step: float) -> None:
     roots = torch.zeros(3, 1, dtype=torch.long)
-    for levels in (1, 2, 5):
+    for levels, width in itertools.product((1, 2, 5), (1, 2, 4)):
         pool = random_pool(levels, width, score_step)
         all_scores, all_parents = torch.cat(pool.scores, 1), pool.parents
         for count in range(1, len(pool) + 3, 1 if len(pool) < 20 else 5):
@@ -122,7 +106,7 @@ def test_paths_with_a_gap_are_refused(paths: tuple[tuple[int, ...], ...]) -> Non
 def test_the_accepted_path_is_the_longest_one_of_right_tokens() -> None:
     for _ in range(100):
         sizes = torch.randint(1, 20, (3,)).tolist()
-        tree = ragged([(torch.randint(3, (size,)).tolist(), random_parents(size)) for size in sizes])
+        tree = batch_trees([(torch.randint(3, (size,)).tolist(), random_parents(size)) for size in sizes])
         choices = torch.randint(3, tree.shape)  # of only 3 tokens, so siblings are often equal
         for row, found in enumerate(accept(tree, choices)):
             tokens, parents, chosen = tree.tokens[row], tree.parents[row].tolist(), choices[row]
@@ -139,13 +123,6 @@ def test_the_accepted_path_is_the_longest_one_of_right_tokens() -> None:
 
 CAPACITY = 14
 LOWEST = torch.finfo(torch.float32).min
-
-
-def slots_of(lengths: list[int], pending: int = 0, static: bool = False) -> Slots:
-    slots = Slots([torch.zeros(1, 2, len(lengths), 1, CAPACITY, 1)], len(lengths), static)
-    slots.set_lengths(lengths)
-    slots.hold(pending)
-    return slots
 
 
 def by_definition(
@@ -171,16 +148,14 @@ def by_definition(
     return rows
 
 
-LENGTHS = {"alone": [5], "even": [4, 4, 4], "ragged": [6, 0, 3], "nothing held": [0, 0]}
-# The number of earlier pending tokens, and the size of the block after them.
-BLOCKS = {"one": (0, 1), "tree": (0, 6), "a level": (4, 3), "two levels on": (5, 2)}
+# Earlier pending tokens, and the size of the block after them: one token, a tree, a level, one further on.
+BLOCKS = [(0, 1), (0, 6), (4, 3), (5, 2)]
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("window", [None, 1, 4])
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("lengths", LENGTHS)
-def test_a_mask_matches_its_definition(lengths: str, block: str, window: int | None, static: bool) -> None:
+@pytest.mark.parametrize(("earlier", "size"), BLOCKS)
+def test_a_mask_matches_its_definition(earlier: int, size: int, window: int | None, static: bool) -> None:
     """A pending token sees its row's cached tokens and the visible pending ones, within its window.
 
     For random visibility, one per row or one for all rows; each token of the block sees itself. Two rows with 3 and 1
@@ -189,9 +164,11 @@ def test_a_mask_matches_its_definition(lengths: str, block: str, window: int | N
     row 0    0 0 0    v q                    q is the query, v the other pending token, 0 are cached keys;
     row 1    0        v q       - -          with static shapes every row extends to the capacity
     """
-    held, (earlier, size) = LENGTHS[lengths], BLOCKS[block]
-    slots = slots_of(held, earlier, static)
-    for rows in {1, len(held)}:
+    lengths = [5], [4, 4, 4], [6, 0, 3], [0, 0]
+    for held, rows in ((each, rows) for each in lengths for rows in {1, len(each)}):
+        slots = Slots([torch.zeros(1, 2, len(held), 1, CAPACITY, 1)], len(held), static)
+        slots.set_lengths(held)
+        slots.hold(earlier)
         visible = torch.rand(rows, size, earlier + size) < 0.5
         visible[:, :, earlier:] |= torch.eye(size, dtype=torch.bool)
         depths = torch.randint(5, (rows, earlier + size))

@@ -15,7 +15,6 @@ import numpy
 import pytest
 import torch
 from families import make_family
-from matrix import slow_unless
 from shared_fixtures import HeadFactory
 
 from headstart.heads.kinds.checkpoint import new_head
@@ -27,14 +26,7 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters import cost_measurement
 from headstart.inference.drafters.build import growth_for, growth_from_recipe, load_costs
 from headstart.inference.drafters.cost_measurement import NEEDED_WORKS, cost_table, surface_from, time_works
-from headstart.inference.drafters.costs import (
-    CORRECTION_STEPS,
-    CostAware,
-    CostSurface,
-    CostTable,
-    Drafted,
-    Situation,
-)
+from headstart.inference.drafters.costs import CORRECTION_STEPS, CostAware, CostSurface, CostTable, Drafted, Situation
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.lookup import Lookup
@@ -45,7 +37,7 @@ from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection
 from headstart.recipes.schema_heads import Eagle3Section
 
-PROMPT, NEW_TOKENS = [5, 17, 3], 16
+PROMPT, NEW_TOKENS = [5, 17, 3], 10
 SURFACE = CostSurface((1, 2, 8, 32), (1.0, 1.1, 1.3, 2.0), 32, (1e-4, 4e-4), (0.1, 0.3), (0.2, 1e-5), (0.1, 1e-5))
 AT = Situation(context=300, batch=1, greedy=True)
 
@@ -62,6 +54,18 @@ def fresh(target: TargetModel) -> Callable[[], TargetModel]:
     return lambda: TargetModel(target.model, target.taps)
 
 
+@pytest.fixture
+def anew(folder, fresh, make_head, monkeypatch) -> Callable[..., CostTable]:
+    """anew(**sizes): the costs for a target that was just loaded, from disk or measured in a moment."""
+    gc.collect()  # tables of tests before would write what they observed here
+    shutil.rmtree(folder, ignore_errors=True)
+
+    def load(head: Any = None, **sizes: int) -> CostTable:
+        return cost_table(fresh(), head or make_head(), **{"width": 2, "nodes": 6, **sizes})
+
+    return load
+
+
 def refuse(*_: Any) -> CostSurface:
     raise AssertionError("measured")
 
@@ -73,9 +77,7 @@ def cost_aware(target: TargetModel, head: Eagle3Head, width: int, nodes: int) ->
     return growth
 
 
-def test_costs_of_other_kernels_on_disk_were_taken_for_those_of_new_ones(
-    target: TargetModel, make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_costs_of_other_kernels_on_disk_were_taken_for_those_of_new_ones(target, make_head, monkeypatch) -> None:
     head, keys = make_head(), []
     found = ("torch", "16", "3000"), ("own", "16", "3000"), ("own", "8", "3000"), ("own", "8", "20000")
     for kernel, bits, turns in found:
@@ -85,9 +87,7 @@ def test_costs_of_other_kernels_on_disk_were_taken_for_those_of_new_ones(
     assert keys[0] != keys[1] != keys[2] != keys[3]
 
 
-def test_no_request_measures_and_every_request_is_observed(
-    folder: Path, fresh: Callable[[], TargetModel], make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_request_measures_and_every_request_is_observed(folder, fresh, make_head, monkeypatch) -> None:
     target, head = fresh(), make_head()
     growth = cost_aware(target, head, 3, 12)
     monkeypatch.setattr(cost_measurement, "measure_costs", refuse)
@@ -99,18 +99,23 @@ def test_no_request_measures_and_every_request_is_observed(
     assert growth.costs.ratios.keys() == {1}
 
 
-def test_costs_on_disk_are_read_and_not_measured_again(
-    folder: Path, fresh: Callable[[], TargetModel], make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch
+def test_costs_and_observed_steps_are_read_from_disk_and_not_measured_again(
+    folder: Path, anew: Callable[..., CostTable], make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = cost_table(fresh(), make_head(), width=2, nodes=6)
+    table = anew()
+    surface, before = table.surface, table.now(AT).target
+    for _ in range(CORRECTION_STEPS):
+        observe(table, AT, 4, 100)
+    del table
+    gc.collect()
     assert len(list(folder.iterdir())) == 1
     monkeypatch.setattr(cost_measurement, "measure_costs", refuse)
-    assert cost_table(fresh(), make_head(seed=2), width=2, nodes=6).surface == measured.surface
-    for other in ({"width": 3, "nodes": 6}, {"width": 2, "nodes": 7}, {"width": 2, "nodes": 6, "batch": 4}):
+    found = anew(make_head(seed=2))
+    assert found.surface == surface
+    assert found.now(AT).target[2] > 3 * before[2]
+    for other in ({"width": 3}, {"nodes": 7}, {"batch": 4}, {"head": make_head(intermediate_size=48)}):
         with pytest.raises(AssertionError, match="measured"):
-            cost_table(fresh(), make_head(), **other)
-    with pytest.raises(AssertionError, match="measured"):
-        cost_table(fresh(), make_head(intermediate_size=48), width=2, nodes=6)
+            anew(**other)
 
 
 def test_drafts_of_every_kind_are_measured(folder: Path, target: TargetModel, make_head: HeadFactory) -> None:
@@ -131,42 +136,23 @@ def test_drafts_of_every_kind_are_measured(folder: Path, target: TargetModel, ma
     assert load_costs(section, target, PLAIN) is None
 
 
-def test_a_measurement_that_had_no_time_for_all_sizes_is_not_kept_on_disk(
-    folder: Path, fresh: Callable[[], TargetModel], make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gc.collect()  # tables of tests before would write what they observed here
-    shutil.rmtree(folder, ignore_errors=True)
+def test_a_measurement_that_had_no_time_for_all_sizes_is_not_kept_on_disk(folder, anew, monkeypatch) -> None:
     monkeypatch.setattr(cost_measurement, "PATIENCE_FACTOR", 0.0)
     monkeypatch.setattr(cost_measurement, "FREE_SHARE", math.inf)  # other processes took the machine
-    table = cost_table(fresh(), make_head(), width=2, nodes=6)
+    table = anew()
     assert not table.surface.complete
     observe(table, AT, 4, 1.0)
     del table
     gc.collect()
     assert not folder.exists()
     monkeypatch.setattr(cost_measurement, "FREE_SHARE", 0.0)  # a large target was measured at every start
-    cost_table(fresh(), make_head(), width=2, nodes=6)
+    anew()
     assert len(list(folder.iterdir())) == 1
 
 
-def test_observed_steps_are_kept_on_disk(
-    folder: Path, fresh: Callable[[], TargetModel], make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = cost_table(fresh(), make_head(), width=2, nodes=6)
-    before = table.now(AT).target
-    for _ in range(CORRECTION_STEPS):
-        observe(table, AT, 4, 100)
-    del table
-    gc.collect()
-    monkeypatch.setattr(cost_measurement, "measure_costs", refuse)
-    assert cost_table(fresh(), make_head(), width=2, nodes=6).now(AT).target[2] > 3 * before[2]
-
-
-def test_costs_measured_on_a_busy_machine_were_kept_for_quiet_ones(
-    folder: Path, fresh: Callable[[], TargetModel], make_head: HeadFactory
-) -> None:
+def test_costs_measured_on_a_busy_machine_were_kept_for_quiet_ones(folder, anew) -> None:
     for factor, kept in ((0.6, True), (0.3, False)):
-        table = cost_table(fresh(), make_head(), width=2, nodes=6)
+        table = anew()
         for _ in range(CORRECTION_STEPS):
             observe(table, AT, 4, factor, factor)
         del table
@@ -183,33 +169,29 @@ DAMAGES: dict[str, Callable[[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("symptom", slow_unless(("cut", "negative"), DAMAGES))
-def test_a_broken_or_foreign_file_is_measured_anew(
-    folder: Path, fresh: Callable[[], TargetModel], make_head: HeadFactory, symptom: str
+def test_a_broken_or_foreign_file_is_measured_anew_and_a_cache_that_cannot_be_written_is_no_error(
+    folder, anew, tmp_path, monkeypatch
 ) -> None:
-    cost_table(fresh(), make_head(), width=2, nodes=6)
+    anew()
     (path,) = folder.iterdir()
-    damaged = DAMAGES[symptom](path.read_text())
-    assert damaged != path.read_text()
-    path.write_text(damaged)
-    cost_table(fresh(), make_head(), width=2, nodes=6)
-    assert json.loads(path.read_text())["key"]["width"] == 2
-    assert min(json.loads(path.read_text())["surface"]["target"]) > 0
-    assert path.read_text() != damaged
+    for symptom, damage in DAMAGES.items():
+        damaged = damage(path.read_text())
+        assert damaged != path.read_text(), symptom
+        path.write_text(damaged)
+        anew()
+        assert json.loads(path.read_text())["key"]["width"] == 2
+        assert min(json.loads(path.read_text())["surface"]["target"]) > 0
+        assert path.read_text() != damaged, symptom
+    shutil.rmtree(folder)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "file"))
+    assert anew().surface.target[0] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def with_surface(text: str, **changed: Any) -> str:
     content = json.loads(text)
     return json.dumps({**content, "surface": {**content["surface"], **changed}})
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], TargetModel], make_head: HeadFactory
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "file"))
-    assert cost_table(fresh(), make_head(), width=2, nodes=6).surface.target[0] > 0
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def observe(table: CostTable, at: Situation, nodes: int, of_target: float, of_drafting: float = 1.0) -> None:
@@ -220,7 +202,7 @@ def observe(table: CostTable, at: Situation, nodes: int, of_target: float, of_dr
     table.observe(Drafted(at, nodes, 3, drafting), drafting + target)
 
 
-def test_costs_grow_with_nodes_context_and_batch_whatever_was_observed() -> None:
+def test_costs_grow_with_nodes_context_and_batch_and_captured_steps_cost_the_next_power_of_two() -> None:
     numbers = random.Random(0)
     table = CostTable(SURFACE, width=4)
     situations = [Situation(64 * n, batch, greedy) for n in (2, 9, 40) for batch in (1, 3) for greedy in (True, False)]
@@ -233,6 +215,9 @@ def test_costs_grow_with_nodes_context_and_batch_whatever_was_observed() -> None
                 assert (table.now(replace(at, batch=at.batch + 1)).verify(100) > costs).all()
         for _ in range(400):
             observe(table, numbers.choice(situations), numbers.randint(1, 64), numbers.uniform(0.1, 10))
+    costs = CostTable(SURFACE, width=4, captured=True).now(AT).verify(40)
+    assert len(set(costs[8:15].tolist())) == 1  # 10 to 16 nodes
+    assert costs[15] > costs[14]
 
 
 def test_observed_steps_move_the_costs_of_their_batch_size_towards_what_they_took() -> None:
@@ -251,31 +236,20 @@ def test_observed_steps_move_the_costs_of_their_batch_size_towards_what_they_too
     assert table.now(other) == CostTable(SURFACE, width=4).now(other)
 
 
-def test_where_only_the_sum_is_known_both_parts_follow_it() -> None:
-    table = CostTable(SURFACE, width=4)
-    before = table.now(AT)
-    first, further = SURFACE.drafting(AT, 4)
-    seconds = first + 2 * further + float(SURFACE.seconds(numpy.array([8.0]), AT)[0])
-    for _ in range(CORRECTION_STEPS):
-        table.observe(Drafted(AT, 8, 3, None), 2 * seconds)
-    now = table.now(AT)
-    assert now.target[0] / before.target[0] == pytest.approx(now.first_level / before.first_level)
-    assert now.level / before.level == pytest.approx(2, rel=0.1)
-
-
-def test_a_few_slow_steps_do_not_move_the_costs() -> None:
+def test_a_few_slow_steps_do_not_move_the_costs_and_both_parts_follow_a_sum() -> None:
     table = CostTable(SURFACE, width=4)
     usual = table.now(AT)
     for step in range(CORRECTION_STEPS):
         slow = step % 8 == 0
         observe(table, AT, 4 if slow else 8, 1000 if slow else 1, 1000 if slow else 1)
     assert table.now(AT) == usual
-
-
-def test_captured_steps_cost_what_the_next_power_of_two_costs() -> None:
-    costs = CostTable(SURFACE, width=4, captured=True).now(AT).verify(40)
-    assert len(set(costs[8:15].tolist())) == 1  # 10 to 16 nodes
-    assert costs[15] > costs[14]
+    first, further = SURFACE.drafting(AT, 4)
+    seconds = first + 2 * further + float(SURFACE.seconds(numpy.array([8.0]), AT)[0])
+    for _ in range(2 * CORRECTION_STEPS):
+        table.observe(Drafted(AT, 8, 3, None), 2 * seconds)
+    now = table.now(AT)
+    assert now.target[0] / usual.target[0] == pytest.approx(now.first_level / usual.first_level)
+    assert now.level / usual.level == pytest.approx(2, rel=0.1)
 
 
 def test_measured_costs_are_those_of_the_machine() -> None:
@@ -302,14 +276,11 @@ def test_measured_costs_are_those_of_the_machine() -> None:
     assert (first, first + 2 * further) == pytest.approx((draft(1, 700), draft(3, 700)))
 
 
-def test_a_size_that_was_timed_in_a_slow_moment_does_not_make_larger_ones_dear() -> None:
+def test_a_slow_moment_makes_no_size_dear_and_a_slow_machine_measures_only_what_is_needed(monkeypatch) -> None:
     times = {("target", size): 30.0 + size for size in (1, 2, 6, 16, 64)} | {("target", 6): 197.0}
     times |= {("first", 128): 5.0, ("levels", 128): 9.0}
     surface = surface_from(times, 128, 2048, 64, 1, 3)
     assert surface.target == (31.0, 32.0, 46.0, 46.0, 94.0)
-
-
-def test_a_slow_machine_measures_only_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(cost_measurement, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
@@ -323,9 +294,7 @@ def test_a_slow_machine_measures_only_what_is_needed(monkeypatch: pytest.MonkeyP
     assert surface_from(few, 128, 2048, 32, 1, 3).target == (60.0, 90.0)
 
 
-def test_captured_steps_are_measured_and_observed_too(
-    folder: Path, fresh: Callable[[], TargetModel], make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_steps_are_measured_and_observed_too(folder, fresh, make_head, monkeypatch) -> None:
     """On a CPU the functions that CUDA would capture run as they are."""
     monkeypatch.setattr(TargetModel, "may_capture", True)
     target, head = fresh(), make_head()
@@ -339,12 +308,10 @@ def test_captured_steps_are_measured_and_observed_too(
     assert growth.costs.ratios
 
 
-def test_the_costs_of_a_target_that_verifies_chains_are_measured_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_costs_of_a_target_that_verifies_chains_are_measured_once(folder, monkeypatch) -> None:
     """`headstart chat` ended in an index error: a chain is deeper than the positions whose noise a step draws. And the
     server measured a second table, of wider trees."""
-    target = TargetModel(make_family("qwen3_next"), (1, 2, 3))
+    target = TargetModel(make_family("qwen3_next"), (0, 1, 2))
     head = new_head(Eagle3Section(kind="eagle3", taps=target.taps), target.frozen, DraftVocab.full(97), seed=1).eval()
     section = DecodeSection(growth="cost_aware", depth=3)
     growth = growth_from_recipe(section, target, head)

@@ -25,7 +25,7 @@ from headstart.inference.core.drafter import NoDrafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.for_heads import head_drafter
-from headstart.inference.drafters.growth import Dynamic, Fixed, GrowthPolicy
+from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.model import TargetModel
@@ -65,9 +65,7 @@ heads, two_heads = (pytest.mark.parametrize("drafting_head", names, indirect=Tru
     [Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_p=0.8, seed=1), PENALTIES],
     ids=["greedy", "T=1", "top-p", "penalties"],
 )
-def test_a_drafted_tree_equals_the_naive_one(
-    target: TargetModel, drafting_head: DraftHead, growth: GrowthPolicy, sampling: Sampling
-) -> None:
+def test_a_drafted_tree_equals_the_naive_one(target, drafting_head, growth, sampling) -> None:
     """With a block head too, the children of a node follow from the node's own token, not from its siblings."""
     drafter = head_drafter(drafting_head, growth)
     tree = draft(drafter, verified(target, sampling, (0, len(TEXT) - 1)), new_cache(target, drafter))
@@ -80,9 +78,7 @@ def test_a_drafted_tree_equals_the_naive_one(
 @growths
 @heads
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_each_row_of_a_batch_gets_the_tree_that_it_gets_alone(
-    target: TargetModel, drafting_head: DraftHead, growth: GrowthPolicy, static: bool
-) -> None:
+def test_each_row_of_a_batch_gets_the_tree_that_it_gets_alone(target, drafting_head, growth, static) -> None:
     """Rows differ in length, in sampling and in how many draft tokens remain. The last row can use none."""
     drafter, texts = head_drafter(drafting_head, growth), [TEXT, *OTHER_TEXTS, [7, 8]]
     samplings, remaining = [Sampling(), PENALTIES, Sampling(1.0, seed=9), Sampling()], [99, 2, 1, 0]
@@ -98,9 +94,7 @@ def test_each_row_of_a_batch_gets_the_tree_that_it_gets_alone(
 @pytest.mark.each_value
 @growths
 @heads
-def test_a_tree_does_not_depend_on_how_the_text_became_certain(
-    target: TargetModel, drafting_head: DraftHead, growth: GrowthPolicy
-) -> None:
+def test_a_tree_does_not_depend_on_how_the_text_became_certain(target, drafting_head, growth) -> None:
     """t: 0 1 2 3 4 | 5 | 6 7 8 | 9 10      what was drafted after 4, 5 and 8 leaves no trace
 
     A second row advances at another pace: 0 1 | 2 3 4 5 6 7 | 8 | 9 .. 15
@@ -191,7 +185,7 @@ def test_decoding_is_lossless_for_every_family(name: str, kind: str) -> None:
     target = TargetModel(target.model, head.taps)
     prompts = [[5, 6, 7, 11, 3], [40, 2], [9, 60, 33, 14, 50, 51, 52, 1]]
     samplings = [Sampling(), Sampling(0.7, seed=4), Sampling(1.0, seed=5)]
-    requests = [Request(prompt, 12, sampling) for prompt, sampling in zip(prompts, samplings, strict=True)]
+    requests = [Request(prompt, 8, sampling) for prompt, sampling in zip(prompts, samplings, strict=True)]
     plain = generate_batch(target, requests, NoDrafter(), 4)
     drafted = generate_batch(target, requests, head_drafter(head, Dynamic(3, 12, 60)), 4)
     assert [each.tokens for each in drafted] == [each.tokens for each in plain]

@@ -19,7 +19,7 @@ from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.model import ModelDrafter
-from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
+from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch, loop_of
 from headstart.inference.engine.prefill import PrefillSchedule
 from headstart.inference.engine.speculation import SpeculationByLoad
 from headstart.inference.targets.model import TargetModel
@@ -58,10 +58,8 @@ def test_requests_of_higher_priority_come_first_and_others_in_order(target: Targ
     assert [block.number for block in loop.run()] == [1, 3, 2, 0, 4]
 
 
-def test_a_forgotten_output_is_dropped_and_a_running_one_is_kept(target: TargetModel) -> None:
-    loop = DecodeLoop(target, max_batch=1)
-    for request in REQUESTS[:2]:
-        loop.submit(request)
+def test_a_forgotten_output_is_dropped_and_a_run_that_is_closed_early_cancels_the_rest(target: TargetModel) -> None:
+    loop = loop_of(target, REQUESTS[:2], max_batch=1)
     loop.step()
     for number in (0, 1):
         with pytest.raises(ValueError, match=f"request {number} has not ended.*cancel it first"):
@@ -70,12 +68,7 @@ def test_a_forgotten_output_is_dropped_and_a_running_one_is_kept(target: TargetM
     loop.forget(0)
     assert set(loop.generations) == {1}
     assert [number for number, _ in loop.take_ended()] == [1]
-
-
-def test_a_run_that_is_closed_early_cancels_the_rest(target: TargetModel) -> None:
-    loop = DecodeLoop(target, max_batch=1)
-    for request in REQUESTS[:2]:
-        loop.submit(request)
+    loop = loop_of(target, REQUESTS[:2], max_batch=1)
     blocks = loop.run()
     next(blocks)
     blocks.close()
@@ -111,7 +104,7 @@ def test_a_prompt_that_is_read_in_pieces_is_continued_as_one_read_at_once(
 ) -> None:
     """The same trees are drafted too: a head read each piece with the token after it, which the prompt holds, and a
     draft model reads each piece as the target does."""
-    requests = [Request(LONG, 12), Request([3], 40, Sampling(1.0, seed=1)), Request(LONG[:50], 8, Sampling(0.8))]
+    requests = [Request(LONG[:70], 9), Request([3], 30, Sampling(1.0, seed=1)), Request(LONG[:20], 5, Sampling(0.8))]
     drafter = drafter_of(kind, target, make_head, make_model)
     alone = [generate(target, r.prompt, r.max_new_tokens, r.sampling, drafter) for r in requests]
     loop = make_paced(target, drafter, piece, static)
@@ -127,7 +120,7 @@ def test_a_prompt_that_is_read_in_pieces_is_continued_as_one_read_at_once(
     loop.close()
 
 
-@pytest.mark.parametrize("family", slow_unless(("gemma3", "gpt_oss"), FAMILIES))
+@pytest.mark.parametrize("family", slow_unless(("gpt_oss",), FAMILIES))
 def test_every_family_reads_prompts_in_pieces_and_after_known_prefixes(family: str) -> None:
     """Sliding windows and position encodings of all kinds; prompts are longer than a window. The third is read beside
     the steps of another row."""
@@ -142,16 +135,13 @@ def test_every_family_reads_prompts_in_pieces_and_after_known_prefixes(family: s
     assert loop.schedule.shares_steps
     loop.submit(other)
     loop.step()
-    loop.submit(replace(request, prompt=request.prompt[::-1]))
-    finish(loop)
+    reversed_request = replace(request, prompt=request.prompt[::-1])
+    assert answered(loop, reversed_request).tokens == generate_batch(target, [reversed_request])[0].tokens
     assert loop.generations[2].tokens == others
-    assert (
-        loop.generations[3].tokens == generate_batch(target, [replace(request, prompt=request.prompt[::-1])])[0].tokens
-    )
 
 
 def test_a_model_that_changes_the_mask_reads_prompts_apart(make_model: ModelFactory, target: TargetModel) -> None:
-    model = make_model(num_hidden_layers=4)
+    model = make_model()
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(
             lambda module, args, kwargs: (args, {**kwargs, "attention_mask": without_subclass(kwargs)}),
@@ -204,9 +194,7 @@ def test_slots_that_became_free_are_filled_together_and_in_the_end() -> None:
     assert schedule.reads_next(running=510, free=2, waiting=60)  # until all slots are taken
 
 
-def test_no_drafter_works_when_no_row_wants_drafts(
-    target: TargetModel, texts: Texts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_drafter_works_when_no_row_wants_drafts(target, texts, monkeypatch) -> None:
     drafter = HeadDrafter(HalfRightHead(target, *texts.whole), Dynamic(3, 3, 8))
     for name in ("prefill", "draft"):
         monkeypatch.setattr(drafter, name, lambda *inputs: pytest.fail("the drafter worked"))
@@ -240,9 +228,7 @@ FAILING: dict[str, dict[str, Any]] = {
 @pytest.mark.each_value
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("what", FAILING)
-def test_an_error_in_the_work_for_one_row_ends_that_row_alone(
-    target: TargetModel, texts: Texts, what: str, drafted: bool
-) -> None:
+def test_an_error_in_the_work_for_one_row_ends_that_row_alone(target, texts, what, drafted) -> None:
     drafter = HeadDrafter(HalfRightHead(target, *texts.whole), Dynamic(3, 3, 8)) if drafted else None
     loop = DecodeLoop(target, drafter, max_batch=3)
     numbers = [loop.submit(REQUESTS[number]) for number in (0, 5)]
@@ -265,8 +251,8 @@ def test_an_error_in_the_work_for_one_row_ends_that_row_alone(
 
 
 def test_a_request_waits_until_its_longest_text_fits_in_the_memory(target: TargetModel) -> None:
-    """A token is 512 bytes, and pages hold 128 tokens each, so that a text of 7 tokens may touch two of them."""
-    loop = DecodeLoop(target, max_batch=4, memory=2 * 2 * 128 * 512)
+    """A token is 256 bytes, and pages hold 128 tokens each, so that a text of 7 tokens may touch two of them."""
+    loop = DecodeLoop(target, max_batch=4, memory=2 * 2 * 128 * 256)
     for number in range(4):
         loop.submit(Request([3 + number], 6, priority=number == 3))
     seen = []
@@ -277,30 +263,28 @@ def test_a_request_waits_until_its_longest_text_fits_in_the_memory(target: Targe
     assert [number for number, _ in loop.take_ended()] == [3, 0, 1, 2]
     for number in range(4):
         assert loop.generations[number].tokens == generate(target, [3 + number], 6).tokens
-
-
-def test_what_never_fits_in_the_memory_is_refused_with_both_numbers(target: TargetModel) -> None:
-    loop = DecodeLoop(target, max_batch=4, memory=2 * 128 * 512)
-    loop.submit(Request([3], 100))
-    message = r"memory: 131\.1 kB of cache given, and a prompt of 1 tokens with max_new_tokens 200 needs 196\.6 kB"
-    with pytest.raises(ValueError, match=message):
-        loop.submit(Request([3], 200))
-    static = DecodeLoop(target, max_batch=4, memory=4 * 120 * 512, static=True)
-    static.submit(Request([3], 100))
-    with pytest.raises(ValueError, match=r"needs 411\.6 kB in each of 4 rows, which share one block of memory"):
-        static.submit(Request([3], 199))
-
-
-def test_a_request_that_waits_for_memory_is_not_overtaken(target: TargetModel) -> None:
-    loop, text = DecodeLoop(target, max_batch=4, memory=4 * 128 * 512), generate(target, [3], 4).tokens
-    assert text[3] not in text[:3]
+    text = loop.generations[0].tokens
+    end = next(at for at in range(1, 6) if text[at] not in text[:at])
+    loop = DecodeLoop(target, max_batch=4, memory=4 * 128 * 256)
     for count in (20, 140, 20):  # the second does not fit beside the first; the third would
-        loop.submit(Request([3], count, end_tokens=(text[3],)))
+        loop.submit(Request([3], count, end_tokens=(text[end],)))
     finish(loop)
     assert [number for number, _ in loop.take_ended()] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("memory", [4 * 256 * 512, None])
+def test_what_never_fits_in_the_memory_is_refused_with_both_numbers(target: TargetModel) -> None:
+    loop = DecodeLoop(target, max_batch=4, memory=2 * 128 * 256)
+    loop.submit(Request([3], 100))
+    message = r"memory: 65\.5 kB of cache given, and a prompt of 1 tokens with max_new_tokens 200 needs 98\.3 kB"
+    with pytest.raises(ValueError, match=message):
+        loop.submit(Request([3], 200))
+    static = DecodeLoop(target, max_batch=4, memory=4 * 120 * 256, static=True)
+    static.submit(Request([3], 100))
+    with pytest.raises(ValueError, match=r"needs 205\.8 kB in each of 4 rows, which share one block of memory"):
+        static.submit(Request([3], 199))
+
+
+@pytest.mark.parametrize("memory", [4 * 256 * 256, None])
 def test_the_cache_usage_tells_what_running_texts_reserve(target: TargetModel, memory: int | None) -> None:
     loop = DecodeLoop(target, max_batch=4, memory=memory)
     usages = [loop.batch.cache_usage]
@@ -358,9 +342,9 @@ def test_each_text_is_that_of_its_request_alone_whatever_else_happens(
         monkeypatch.setattr(f"headstart.inference.engine.{module}.CATCH_UP_POSITIONS", 8)
     rng = random.Random(seed)
     drafter = HeadDrafter(make_head(), Dynamic(3, 3, 8))
-    memory = None if static else 12 * 128 * (512 + 128)
+    memory = None if static else 12 * 128 * (256 + 128)
     switch = SpeculationByLoad(LoadCosts())
-    loop = DecodeLoop(target, drafter, 4, static, memory=memory, prefix_memory=150_000, speculation=switch)
+    loop = DecodeLoop(target, drafter, 4, static, memory=memory, prefix_memory=90_000, speculation=switch)
     requests: dict[int, Request] = {}
     seen: dict[int, list[int]] = {}
     cancelled: set[int] = set()
@@ -369,7 +353,7 @@ def test_each_text_is_that_of_its_request_alone_whatever_else_happens(
             for _ in range(rng.randrange(1, 4)):
                 request = random_request(rng)
                 requests[loop.submit(request)] = request
-        if rng.random() < 0.05:
+        if rng.random() < 0.1:
             cancelled.add(number := rng.choice([*requests]))
             loop.cancel(number)
         loop.schedule.chunk_with_rows = rng.randrange(1, 40)
@@ -393,4 +377,4 @@ def test_each_text_is_that_of_its_request_alone_whatever_else_happens(
     assert any(found.stats.drafted for found in ended.values())
     assert loop.batch.cache.target.lengths == []
     assert loop.batch.prefixes is not None
-    assert loop.batch.prefixes.num_bytes <= 150_000
+    assert loop.batch.prefixes.num_bytes <= 90_000

@@ -30,7 +30,7 @@ from headstart.inference.engine.speculation import (
 from headstart.inference.targets.model import TargetModel
 
 GROWTH = Dynamic(3, 2, 6)
-LONG, SHORT = Request([5, 6, 7, 11], 100), Request([3, 8], 32, Sampling(1.0, seed=1))
+LONG, SHORT = Request([5, 6, 7, 11], 72), Request([3, 8], 24, Sampling(1.0, seed=1))
 
 
 class Watched(HeadDrafter):
@@ -71,13 +71,11 @@ def loop_of_given_acceptance(
 
 
 @pytest.mark.parametrize("static", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_drafts_stop_when_rows_come_and_resume_when_they_go(
-    target: TargetModel, make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch, static: bool
-) -> None:
+def test_drafts_stop_when_rows_come_and_resume_when_they_go(target, make_head, monkeypatch, static) -> None:
     """While they are off the head does nothing at all. Then it reads what it missed, in pieces, and drafts what it
     would have drafted. This head is never right, so that all lengths of the text are met.
     """
-    monkeypatch.setattr("headstart.inference.engine.step.CATCH_UP_POSITIONS", 10)
+    monkeypatch.setattr("headstart.inference.engine.step.CATCH_UP_POSITIONS", 6)
     always, by_load = Watched(make_head(), GROWTH), Watched(make_head(), GROWTH)
     alone = generate(target, LONG.prompt, LONG.max_new_tokens, drafter=always)
     loop = loop_of_given_acceptance(target, by_load, monkeypatch, static)
@@ -100,17 +98,16 @@ def test_drafts_stop_when_rows_come_and_resume_when_they_go(
     assert by_load.rows == by_load.missed == []
     length = len(loop.batch.rows[0].text)
     finish(loop)
-    assert sum(by_load.missed) >= 20
-    assert max(by_load.missed) <= 10
-    assert len(by_load.rows) > 20
+    assert sum(by_load.missed) >= 14
+    assert max(by_load.missed) <= 6
+    assert len(by_load.rows) > 15
     assert loop.generations[0].tokens == alone.tokens
     for number, seed in ((1, 1), (2, 2)):
         wanted = generate(target, SHORT.prompt, SHORT.max_new_tokens, Sampling(1.0, seed=seed))
         assert loop.generations[number].tokens == wanted.tokens
     after = [at for at in by_load.trees if at > length]
-    assert len(after) > 20
     assert all(by_load.trees[at] == always.trees[at] for at in after if at in always.trees)
-    assert sum(at in always.trees for at in after) > 20
+    assert sum(at in always.trees for at in after) > 15
 
 
 def test_reading_the_prompts_of_new_rows_makes_no_step_look_slow(target: TargetModel, make_head: HeadFactory) -> None:
@@ -150,8 +147,8 @@ def test_rows_write_without_drafts_while_a_prompt_is_read_beside_them_then_draft
         drafter = Watched(head, GROWTH)
         loop = DecodeLoop(target, drafter, 2, prefill_chunk=8)
         assert loop.schedule.shares_steps
-        loop.submit(replace(LONG, max_new_tokens=80))
-        for _ in range(10):
+        loop.submit(replace(LONG, max_new_tokens=50))
+        for _ in range(6):
             loop.step()
         drafter.missed.clear()
         drafted_beside = set()
@@ -171,7 +168,7 @@ def test_rows_write_without_drafts_while_a_prompt_is_read_beside_them_then_draft
     of_prompt = sum(drafter.missed) - (prompt - 1)
     assert of_prompt > 0 if caught_up else of_prompt == 0
     assert {length: tree for length, tree in alone.trees.items() if length in drafter.trees} == drafter.trees
-    assert len(drafter.trees) > 40
+    assert len(drafter.trees) > 20
 
 
 def accepted(tokens: int) -> list[Accepted]:
@@ -251,15 +248,12 @@ def test_a_lucky_step_in_each_trial_kept_the_rests_short() -> None:
     assert rests.count(DRAFT_RETRY_STEPS_MIN) == 1
 
 
-def test_a_hard_passage_in_an_easy_text_does_not_end_drafts() -> None:
+def test_a_hard_passage_does_not_end_drafts_and_rows_without_drafts_teach_nothing() -> None:
     """A few steps below the average ended them for 256 steps: two of the next answers had no drafts."""
     at, by_load = Situation(100, 2, True), SpeculationByLoad(LoadCosts())
     for tokens in [2] * 50 + [1] * 12 + [2] * 50:
         assert by_load.pays(at)
         by_load.observe(accepted(tokens), TREE.shape[1], levels=3)
-
-
-def test_rows_without_drafts_teach_nothing() -> None:
     by_load = SpeculationByLoad(LoadCosts())
     by_load.observe([Accepted([0], [7], drafted=0)], TREE.shape[1], levels=3)
     assert by_load.gain(Situation(100, 1, True)) is None

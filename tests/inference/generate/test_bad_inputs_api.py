@@ -12,9 +12,7 @@ import pytest
 import torch
 from bad_inputs import Says, assert_message, assert_raises
 from safetensors.torch import load_file, save_file
-from shared_fixtures import ModelFactory
-from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TextStreamer
 
 from headstart.heads.kinds.checkpoint import save_head
 from headstart.heads.kinds.eagle3 import Eagle3Head
@@ -33,11 +31,6 @@ INF, NAN = float("inf"), float("nan")
 IDS = torch.tensor([[5, 6, 7, 11]])
 TWO = torch.tensor([[0, 5, 6], [7, 8, 9]])
 SAMPLE = {"do_sample": True}
-
-
-@pytest.fixture(scope="module")
-def target(deep_target: TargetModel) -> TargetModel:
-    return deep_target
 
 
 @pytest.fixture(scope="module")
@@ -102,14 +95,8 @@ COMBINED: list[tuple[dict[str, Any], str]] = [
     ({"output_scores": True}, "output_scores | True | return_dict_in_generate | set it"),
     ({"max_new_tokens": None, "max_length": 2}, "max_length | 2 | more than the 4 columns | give max_new_tokens"),
     ({**BATCH, "seed": [1, 2]}, "seed | 2 given for 3 prompts | 1 for all or 3 | one number"),
-    ({**BATCH, "streamer": "recorder"}, "streamer | 3 texts | only 1 is allowed | give one prompt"),
+    ({**BATCH, "streamer": TextStreamer(DEMO)}, "streamer | 3 texts | only 1 is allowed | give one prompt"),
 ]
-
-
-class Recorder:
-    def put(self, value: Tensor) -> None: ...
-
-    def end(self) -> None: ...
 
 
 @pytest.mark.parametrize("name", dict.fromkeys(name for name, *_ in VALUES))
@@ -123,10 +110,7 @@ def test_generate_names_the_field_its_value_what_is_allowed_and_what_to_do(name:
 
 @pytest.mark.parametrize(("fields", "facts"), COMBINED, ids=[", ".join(fields) for fields, _ in COMBINED])
 def test_generate_names_what_does_not_fit_together(fields: dict[str, Any], facts: str, model: SpeculativeModel) -> None:
-    streamer = Recorder() if "streamer" in fields else None
-    assert_raises(
-        lambda: model.generate(**{"input_ids": IDS, "max_new_tokens": 2, **fields, "streamer": streamer}), facts
-    )
+    assert_raises(lambda: model.generate(**{"input_ids": IDS, "max_new_tokens": 2, **fields}), facts)
 
 
 def test_stream_checks_its_arguments_as_generate_does(model: SpeculativeModel) -> None:
@@ -215,18 +199,14 @@ def test_from_folders_names_the_argument(symptom: str, folders: dict[str, Path])
     assert_raises(lambda: SpeculativeModel.from_folders(**fields), says)
 
 
-@pytest.mark.parametrize("dtype", ["auto", torch.float32])
-def test_from_folders_refused_the_automatic_number_format(dtype: object, folders: dict[str, Path]) -> None:
-    model = SpeculativeModel.from_folders(folders["target"], folders["head"], device="cpu", dtype=dtype)
-    assert model.target.dtype == (torch.float32 if dtype != "auto" else getattr(torch, fast_dtype(torch.device("cpu"))))
-
-
-def test_loading_a_large_target_was_silent(
+def test_from_folders_refused_the_automatic_number_format_and_loaded_large_targets_in_silence(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for most, says in ((10**9, ""), (1000, f"loading {folders['target']}: 0.0 GB\n")):
+    fast, loud = getattr(torch, fast_dtype(torch.device("cpu"))), f"loading {folders['target']}: 0.0 GB\n"
+    for dtype, expected, most, says in (("auto", fast, 10**9, ""), (torch.float32, torch.float32, 1000, loud)):
         monkeypatch.setattr("headstart.inference.targets.model.QUIET_BYTES_MAX", most)
-        SpeculativeModel.from_folders(folders["target"], device="cpu")
+        model = SpeculativeModel.from_folders(folders["target"], folders["head"], device="cpu", dtype=dtype)
+        assert model.target.dtype == expected
         assert says in (said := capsys.readouterr().err)
         assert ("loading" in said) == bool(says)
 
@@ -238,9 +218,7 @@ def test_a_target_that_computes_nan_is_refused_with_and_without_a_head(folders: 
     assert_raises(lambda: SpeculativeModel(broken.target).generate(IDS, max_new_tokens=2), says)
 
 
-def test_the_parts_of_a_model_are_checked(
-    model: SpeculativeModel, target: TargetModel, head: Eagle3Head, make_model: ModelFactory
-) -> None:
+def test_the_parts_of_a_model_are_checked(model, target, head, make_model) -> None:
     plain, untapped = make_model(), TargetModel(make_model(), ())
     cases: list[tuple[Callable[[], object], Says]] = [
         (lambda: SpeculativeModel(plain), Says("target", "LlamaForCausalLM", "a TargetModel", "TargetModel(model")),
@@ -252,11 +230,11 @@ def test_the_parts_of_a_model_are_checked(
         (lambda: DecodeLoop(target, prefix_memory=-1), Says("prefix_memory", "-1 bytes", "1 or more", "leave it out")),
         (
             lambda: SpeculativeModel(untapped, model.drafter).generate(IDS, max_new_tokens=2),
-            Says("taps", "[2, 3, 4]", "loaded with taps []", "TargetModel.load(section, head.taps)"),
+            Says("taps", "[0, 1, 2]", "loaded with taps []", "TargetModel.load(section, head.taps)"),
         ),
         (
             lambda: TargetModel(plain, (2, 99)),
-            Says("head.taps", "[2, 99]", "0 to 7 are allowed", "leave head.taps out"),
+            Says("head.taps", "[2, 99]", "0 to 2 are allowed", "leave head.taps out"),
         ),
     ]
     for call, says in cases:

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from matrix import slow_unless
@@ -34,7 +33,7 @@ DEMO, HEAD = ASSETS / "demo_target", ASSETS / "demo_head"
 # def main(self, path):\n    return
 CODE = [316, 499, 262, 8, 274, 12, 643, 300, 272, 331]
 COMMA, DOT = 12, 14  # of which the greedy text after CODE has several
-NEW = 12
+NEW = 10
 
 
 class Demo:
@@ -61,6 +60,7 @@ def demo() -> Demo:
 
 def say(folder: Path, fields: dict[str, Any]) -> Path:
     path = folder / "generation_config.json"
+    folder.mkdir(parents=True, exist_ok=True)
     own = json.loads(path.read_text()) if path.is_file() else {}
     path.write_text(json.dumps({**own, **fields}))
     return folder
@@ -97,7 +97,7 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
-SOME_FILES = "n-grams", "the longest text and prompt", "an older end token", "a call that switches some off"
+SOME_FILES = "n-grams", "the longest text and prompt", "a call that switches some off"
 
 
 @pytest.mark.parametrize("case", slow_unless(SOME_FILES, FILES))
@@ -126,10 +126,8 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", SAMPLING)
-def test_scores_are_those_of_transformers_at_every_token_of_a_text(
-    case: str, demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("case", slow_unless(("sampling", "all at once"), SAMPLING))
+def test_scores_are_those_of_transformers_at_every_token_of_a_text(case, demo, tmp_path, monkeypatch) -> None:
     theirs, model = demo.reading(say(tmp_path, {**SAMPLING[case], "max_new_tokens": 8, "pad_token_id": 0}))
     details = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
     found = model.generate(**prompts(**details), seed=4)
@@ -161,20 +159,15 @@ REFUSED = {
 }
 
 
-def test_what_is_not_supported_is_refused_by_name(demo: Demo, tmp_path: Path) -> None:
+def test_what_is_not_supported_is_refused_by_name_and_not_blamed_on_the_call(demo: Demo, tmp_path: Path) -> None:
     for name, value in REFUSED.items():
-        (tmp_path / name).mkdir()
-        _, model = demo.reading(say(tmp_path / name, {name: value}))
+        _, model = demo.reading(say(tmp_path / "refused" / name, {name: value}))
         with pytest.raises(ValueError, match=name):
             model.generate(**prompts(**SHORT))
         with pytest.raises(ValueError, match=f"^the target's generation_config.json: {name}"):
             TargetDefaults.of(model.target)
-
-
-def test_a_wrong_value_in_the_file_was_blamed_on_the_call(demo: Demo, tmp_path: Path) -> None:
     wrong = {"max_length": 2, "forced_eos_token_id": 10**6, "bad_words_ids": [[10**6]]}
     for name, value in wrong.items():
-        (tmp_path / name).mkdir()
         _, model = demo.reading(say(tmp_path / name, {name: value}))
         with pytest.raises(
             ValueError, match=f"^the target's generation_config.json: {name}: .*override it in the call"
@@ -208,7 +201,7 @@ def test_server_and_harvest_write_what_generate_writes(tmp_path: Path) -> None:
     say(tmp_path / "target", {**OWN, "max_new_tokens": 12})
     served, recipe = load_served(tmp_path / "target"), tiny_recipe(tmp_path, "data.response_tokens=12")
     model, prompt, texts = SpeculativeModel(served.target), [5, 6, 7, 12], {}
-    for seed in range(3):
+    for seed in range(2):
         ids = torch.tensor([prompt])
         for temperature in (0.8, 0.3):
             found = model.generate(ids, seed=seed, temperature=temperature, pad_token_id=0)
@@ -220,7 +213,7 @@ def test_server_and_harvest_write_what_generate_writes(tmp_path: Path) -> None:
         ask = {"model": NAME, "prompt": prompt, "stream": False}
         for (seed, temperature), wanted in texts.items():
             given = {"seed": seed, **({} if temperature == 0.8 else {"temperature": temperature})}
-            answer = httpx.post(f"{server.url}/v1/completions", json={**ask, **given}).json()
+            answer = server.http.post("/v1/completions", json={**ask, **given}).json()
             assert answer["usage"]["completion_tokens"] == len(wanted)
             assert answer["choices"][0]["text"] == visible_text_of(served.tokenizer, without(wanted))
     samplings = [Sampling(temperature, seed=seed) for seed, temperature in texts]

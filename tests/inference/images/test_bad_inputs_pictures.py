@@ -96,7 +96,7 @@ def test_a_picture_is_refused_by_name(part: Any, place: str, facts: tuple[str, .
     assert len(said) < 400
 
 
-def test_limits_count_all_pictures_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_count_all_pictures_and_where_none_are_read_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     part = image_url(data_url(picture()))
     with pytest.raises(ValueError, match=r"content\[65\].image_url.url: picture 65 .* 64 are allowed"):
         read_pictures(message(*[part] * 65), Sources())
@@ -107,9 +107,6 @@ def test_limits_count_all_pictures_of_a_prompt(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(pictures, "BYTES_MAX", 50)
     with pytest.raises(ValueError, match=r"bytes given, at most 50 are"):
         read_pictures(message(part), Sources())
-
-
-def test_where_no_pictures_are_read_the_reason_is_told_and_nothing_is_decoded() -> None:
     for part in (image_url("/etc/passwd"), {"type": "image", "image": 5}):
         with pytest.raises(
             ValueError, match=r"messages\[1\].content\[1\].type: 'image.* given, only text \(it is blind\) is"
@@ -142,7 +139,7 @@ def test_every_layout_gives_the_same_picture(tmp_path: Path) -> None:
         read_one({"type": "image", "image": "x" * 300}, files)
 
 
-def test_content_without_pictures_becomes_one_text() -> None:
+def test_content_without_pictures_becomes_one_text_all_kinds_of_pixels_rgb_and_turned_ones_upright() -> None:
     parts = [{"type": kind, "text": kind} for kind in ("text", "input_text", "output_text")]
     given: list[dict[str, Any]] = [
         {"role": "user", "content": parts},
@@ -153,9 +150,6 @@ def test_content_without_pictures_becomes_one_text() -> None:
         [{"role": "user", "content": "textinput_textoutput_text"}, *given[1:]],
         [],
     )
-
-
-def test_all_kinds_of_pixels_become_rgb() -> None:
     white = (255, 255, 255)
     see_through = picture().convert("RGBA")
     see_through.putalpha(0)
@@ -167,9 +161,6 @@ def test_all_kinds_of_pixels_become_rgb() -> None:
     printed = read_one(image_url(data_url(picture().convert("CMYK"), "JPEG"))).getpixel((1, 1))
     assert isinstance(printed, tuple)
     assert printed[0] > 180 > 80 > printed[1]
-
-
-def test_a_camera_that_was_turned() -> None:
     exif = Image.Exif()
     exif[0x112] = 6  # to be turned by 90 degrees
     file = file_bytes(Image.new("RGB", (4, 8)), "JPEG", exif=exif)

@@ -6,12 +6,25 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from seeing_target import COLOURS, END, PLACE, START, TEMPLATE, build_seeing_target, picture
-from tiny_run import build_target
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from seeing_target import END, MARKS, PLACE, START, TEMPLATE, TEXT, build_seeing_target, picture
+from tiny_run import END_OF_TEXT, build_target, build_tokenizer
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    Gemma3Processor,
+    Idefics3Processor,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
+from headstart.inference.core.request import Request
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.lookup import Lookup
+from headstart.inference.engine.loop import generate_batch
 from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.images.pictures import Sources, read_pictures
 from headstart.inference.images.processor import load_processor
@@ -20,7 +33,7 @@ from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import TargetSection
 
-NEW = 16
+NEW = 8
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +59,7 @@ def prompts(section: TargetSection, target: TargetModel) -> ImagePrompts:
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> PreTrainedModel:
+def model(folder: Path) -> Any:
     return AutoModelForImageTextToText.from_pretrained(folder).eval()
 
 
@@ -71,46 +84,30 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS)
-def test_prompts_are_those_of_transformers(prompts: ImagePrompts, messages: list[dict[str, Any]]) -> None:
-    own: Any = prompts.processor
-    wanted = own.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
-    )
-    found = prompts.encode(*read_pictures(messages, Sources()))
-    del wanted["attention_mask"]
-    assert found.inputs.keys() == wanted.keys()
-    assert all(torch.equal(found.inputs[name], wanted[name]) for name in wanted)
-    assert wanted["input_ids"][0, found.end - 2] == prompts.placeholders[[*prompts.marks].index(PLACE)]
-
-
-@pytest.mark.parametrize("messages", CONVERSATIONS)
-def test_generate_takes_what_a_processor_returns(
-    target: TargetModel, prompts: ImagePrompts, model: PreTrainedModel, messages: list[dict[str, Any]]
-) -> None:
-    images = prompts.encode(*read_pictures(messages, Sources()))
-    ids = images.inputs["input_ids"]
-    encoded: dict[str, Any] = {**images.inputs, "attention_mask": torch.ones_like(ids)}
-    generate: Any = model.generate
-    wanted = generate(**encoded, max_new_tokens=NEW, do_sample=False)
+def test_prompts_are_those_of_transformers_and_generate_continues_them(target, prompts, model, messages) -> None:
+    encoded, end = assert_prompt_of_transformers(prompts, messages)
+    ids = encoded["input_ids"]
+    assert ids[0, end - 2] == prompts.placeholders[[*prompts.marks].index(PLACE)]
+    wanted = model.generate(**encoded, max_new_tokens=NEW, do_sample=False)
+    padded = {name: nn.functional.pad(each, (2, 0)) for name, each in encoded.items() if each.shape == ids.shape}
     for drafter in (None, Lookup(Growth(4, 2, 8), ngram=1)):
         ours: Any = SpeculativeModel(target, drafter)
         assert torch.equal(ours.generate(**encoded, max_new_tokens=NEW), wanted)
-        padded = {
-            name: torch.nn.functional.pad(encoded[name], (2, 0)) for name in encoded if encoded[name].shape == ids.shape
-        }
         assert torch.equal(ours.generate(**{**encoded, **padded}, max_new_tokens=NEW)[:, 2:], wanted)
         blocks = ours.stream(**encoded, max_new_tokens=NEW)
         assert [token for block in blocks for token in block] == wanted[0, ids.shape[1] :].tolist()
 
 
-def test_texts_depend_on_the_picture(target: TargetModel, prompts: ImagePrompts) -> None:
-    ours: Any = SpeculativeModel(target)
-    found = set()
-    for colour in COLOURS:
-        images = prompts.encode(*read_pictures([{"role": "user", "content": [image(colour)]}], Sources()))
-        ids = images.inputs["input_ids"]
-        found.add(tuple(ours.generate(**images.inputs, max_new_tokens=NEW)[0, ids.shape[1] :].tolist()))
-    assert len(found) > 1
+def assert_prompt_of_transformers(prompts: ImagePrompts, messages: list[dict[str, Any]]) -> tuple[Any, int]:
+    """The prompt that transformers makes of messages, and where its pictures end in ours."""
+    own: Any = prompts.processor
+    wanted = own.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+    )
+    found = prompts.encode(*read_pictures(messages, Sources()))
+    assert found.inputs.keys() == wanted.keys() - {"attention_mask"}
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.inputs.items())
+    return wanted, found.end
 
 
 def test_a_placeholder_that_the_target_wrote_shows_no_image(target: TargetModel, prompts: ImagePrompts) -> None:
@@ -122,9 +119,7 @@ def test_a_placeholder_that_the_target_wrote_shows_no_image(target: TargetModel,
     assert target.passes.forward(torch.tensor([text]), images=whole).logits.isfinite().all()
 
 
-def test_generate_refuses_tensors_that_it_cannot_use(
-    target: TargetModel, prompts: ImagePrompts, tmp_path: Path
-) -> None:
+def test_generate_refuses_tensors_that_it_cannot_use(target, prompts, tmp_path) -> None:
     given: dict[str, Any] = dict(prompts.encode(*read_pictures(CONVERSATIONS[0], Sources())).inputs)
     ours: Any = SpeculativeModel(target)
     ids = given["input_ids"]
@@ -156,7 +151,7 @@ def test_generate_refuses_tensors_that_it_cannot_use(
         SpeculativeModel(blind).generate(**{**given, "input_ids": ids.clamp(max=299)}, max_new_tokens=3)
 
 
-def test_words_are_not_read_as_the_place_of_a_picture(prompts: ImagePrompts) -> None:
+def test_words_are_not_read_as_the_place_of_a_picture_and_pictures_and_places_must_match(prompts: ImagePrompts) -> None:
     turns, pictures = read_pictures(CONVERSATIONS[2], Sources())
     for at, content in ((0, f"x {PLACE}"), (3, [text("a"), {"type": "image"}, text(PLACE)])):
         changed = [{**turn, "content": content} if number == at else turn for number, turn in enumerate(turns)]
@@ -165,9 +160,6 @@ def test_words_are_not_read_as_the_place_of_a_picture(prompts: ImagePrompts) -> 
         assert PLACE in str(told.value)
     with pytest.raises(ValueError, match=r"tools\[0\].name: "):
         prompts.encode(turns, pictures, [{"name": PLACE}])
-
-
-def test_pictures_and_places_must_match(prompts: ImagePrompts) -> None:
     pair = [picture(), picture("blue")]
     with pytest.raises(ValueError, match=r"messages: 2 pictures, for which the .* writes 1 places, .* the user's mess"):
         prompts.encode_text(f"{START}{PLACE}{END}", pair)
@@ -177,7 +169,7 @@ def test_pictures_and_places_must_match(prompts: ImagePrompts) -> None:
         prompts.encode_text(PLACE, [Image.new("RGB", (3000, 4))])
 
 
-def test_the_processors_template_is_used_where_the_tokenizers_leaves_pictures_out(folder: Path) -> None:
+def test_the_processors_template_is_used_where_the_tokenizers_leaves_pictures_or_words_out(folder: Path) -> None:
     processor, template = load_processor(folder), ChatTemplate(load_processor(folder).tokenizer)
     template.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     given = read_pictures([{"role": "user", "content": [image("red"), text("x")]}], Sources())
@@ -190,10 +182,7 @@ def test_the_processors_template_is_used_where_the_tokenizers_leaves_pictures_ou
     processor.chat_template = TEMPLATE.replace(PLACE, "")
     with pytest.raises(ValueError, match=rf"writes no {PLACE.replace('|', '.')} for a picture"):
         ImagePrompts(template, processor)
-
-
-def test_words_are_not_lost_where_a_template_reads_parts_alone(folder: Path) -> None:
-    """LLaVA's, Idefics's and SmolVLM's templates left out messages whose content is a text."""
+    # LLaVA's, Idefics's and SmolVLM's templates left out messages whose content is a text.
     template = ChatTemplate(load_processor(folder).tokenizer)
     template.tokenizer.chat_template = TEMPLATE.replace("m.content is string", "false")
     turns: Any = [
@@ -203,9 +192,7 @@ def test_words_are_not_lost_where_a_template_reads_parts_alone(folder: Path) -> 
     assert template.render(turns) == f"[system]be brief[user]{START}{PLACE}{END}x[assistant]"
 
 
-def test_why_a_target_reads_no_images(
-    folder: Path, target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_why_a_target_reads_no_images(folder, target, tmp_path, monkeypatch) -> None:
     blind = TargetSection(path=str(build_target(tmp_path / "blind")), dtype="float32", device="cpu")
     assert image_prompts(blind, ChatTemplate.of(blind), TargetModel.load(blind, ())) == "the target has no image tower"
     assert "blind: no processor reads pictures (its Tok" in str(image_prompts(blind, ChatTemplate.of(blind), target))
@@ -216,3 +203,95 @@ def test_why_a_target_reads_no_images(
     section = TargetSection(path=str(folder), dtype="float32", device="cpu")
     said = image_prompts(section, ChatTemplate.of(section), wrong)
     assert "whose passes differ" in str(said)
+
+
+# Other families' processors
+
+
+LANGUAGE = {name: value for name, value in TEXT.items() if name != "rope_parameters"}
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "patch_size": 4}
+Made = tuple[Any, Any]  # configuration and processor
+
+
+def tokenizer_with(marks: list[str], place: str, **named: str) -> Any:
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    ends = {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT, "extra_special_tokens": named or marks}
+    own: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **ends)
+    own.chat_template = TEMPLATE.replace("".join(MARKS), place)
+    return own
+
+
+def gemma3() -> Made:
+    """The template writes another token than the placeholders."""
+    marks = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<soft>"}
+    tokenizer = tokenizer_with([*marks.values()], "<boi>", **marks)
+    begin, end, soft = tokenizer.convert_tokens_to_ids([*marks.values()])
+    layers = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 16}
+    config = AutoConfig.for_model(
+        "gemma3",
+        text_config={**LANGUAGE, **layers, "vocab_size": len(tokenizer)},
+        vision_config=TOWER | {"image_size": 16},
+        mm_tokens_per_image=4,
+        image_token_index=soft,
+        boi_token_index=begin,
+        eoi_token_index=end,
+    )
+    sizes = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    return config, Gemma3Processor(sizes, tokenizer, image_seq_length=4)
+
+
+def llava() -> Made:
+    """The template reads content only as parts."""
+    tokenizer = tokenizer_with(["<image>"], "<image>")
+    tokenizer.chat_template = tokenizer.chat_template.replace("m.content is string", "false")
+    config = AutoConfig.for_model(
+        "llava",
+        text_config={**LANGUAGE, "model_type": "llama", "vocab_size": len(tokenizer)},
+        vision_config=TOWER | {"model_type": "clip_vision_model", "image_size": 8},
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_seq_length=4,
+    )
+    sizes = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    options: Any = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    return config, LlavaProcessor(sizes, tokenizer, patch_size=4, **options)
+
+
+def idefics3() -> Made:
+    """A picture is cut into tiles, with marks between them."""
+    tiles = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+    marks = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *tiles]
+    tokenizer = tokenizer_with(marks, "<image>")
+    config = AutoConfig.for_model(
+        "idefics3",
+        text_config={**LANGUAGE, "model_type": "llama", "vocab_size": len(tokenizer)},
+        vision_config=TOWER | {"image_size": 16},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+    )
+    sizes = Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+    return config, Idefics3Processor(sizes, tokenizer, image_seq_len=4)
+
+
+@pytest.mark.parametrize("make", [gemma3, llava, idefics3])
+def test_prompts_and_texts_of_other_families_are_those_of_transformers(make, tmp_path) -> None:
+    config, saved = make()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    saved.save_pretrained(tmp_path)
+    section = TargetSection(path=str(tmp_path), dtype="float32", device="cpu")
+    target = TargetModel.load(section, ())
+    prompts = image_prompts(section, ChatTemplate.of(section), target)
+    assert isinstance(prompts, ImagePrompts)
+    for pictures in ([image("red")], [image("blue", row=1), image("green")]):
+        turns: Any = [{"role": "system", "content": [text("be brief")]}]
+        turns.append({"role": "user", "content": [*pictures, text("which")]})
+        wanted, end = assert_prompt_of_transformers(prompts, turns)
+        count = wanted["input_ids"].shape[1]
+        assert count - 20 < end < count
+        written = model.generate(**wanted, max_new_tokens=NEW, do_sample=False)[0, count:].tolist()
+        images = prompts.encode(*read_pictures(turns, Sources()))
+        request = Request(images.prompt(target.config.vocab_size), NEW, images=images)
+        assert generate_batch(target, [request])[0].tokens == written

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import make_family
-from shared_fixtures import HeadFactory, ModelFactory
+from shared_fixtures import ModelFactory
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -66,9 +66,7 @@ def check_compiled(target: TargetModel, compiler: Compiler, wanted: list[list[in
 
 @pytest.mark.slow
 @pytest.mark.skipif(library() is None, reason="no C++ compiler")
-def test_packed_layers_write_the_same_text_compiled(
-    make_model: ModelFactory, traced_only: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_layers_write_the_same_text_compiled(make_model, traced_only, monkeypatch) -> None:
     model = make_model(num_hidden_layers=2).bfloat16().float()
     assert pack_weights(model, exact=True)
     target = TargetModel(model, (0,))
@@ -96,10 +94,9 @@ def test_families_write_the_same_text_compiled(family: str, traced_only: None) -
     assert any(compiler.kernels.values()) == (family != "gpt_oss")
 
 
-@pytest.mark.parametrize("kind", ["eagle3", pytest.param("block", marks=pytest.mark.slow)])
-def test_a_head_drafts_the_same_compiled(
-    kind: str, target: TargetModel, make_head: HeadFactory, traced_only: None
-) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_a_head_drafts_the_same_compiled(kind, target, make_head, traced_only) -> None:
     head = make_head(kind)
     drafter = head_drafter(head, Dynamic(3, 4, 12))
     wanted = [(found.tokens, found.stats.accepted_at_depth) for found in generate_batch(target, REQUESTS, drafter)]
@@ -130,27 +127,27 @@ def test_a_compiled_layer_is_the_layer(make_model: ModelFactory) -> None:
         assert torch.equal(tree_logits(target), logits)
 
 
-def test_a_kernel_that_differs_is_not_used(make_model: ModelFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(graph: Any, *_: Any, **__: Any) -> Any:
-        return lambda *inputs: 1.01 * graph(*inputs)
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_a_kernel_that_differs_is_not_used_and_training_runs_the_layers_own_code(
+    make_model: ModelFactory, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    def changed(graph: Any, *_: Any, **__: Any) -> Any:
+        return graph if factor == 1 else lambda *inputs: factor * graph(*inputs)
 
-    monkeypatch.setattr(torch._inductor, "standalone_compile", wrong)
-    target = TargetModel(make_model(num_hidden_layers=2), ())
+    monkeypatch.setattr(torch._inductor, "standalone_compile", changed)
+    target = TargetModel(make_model(), ())
     logits = tree_logits(target)
     compiler = compile_at_once(target)
+    target.passes.hidden_states(torch.tensor([[5, 6, 7]]))
+    assert not compiler.kernels
     tree_logits(target)
     compiler.finish()
     assert any(compiler.kernels.values())
     for _ in range(2):
         assert torch.equal(tree_logits(target), logits)
-    assert {kernel for layer in target.layers for kernel in vars(layer)["forward"].kernels.values()} == {None}
-
-
-def test_training_and_tracing_run_the_layers_own_code(make_model: ModelFactory, traced_only: None) -> None:
-    target = TargetModel(make_model(num_hidden_layers=2), ())
-    compiler = compile_at_once(target)
-    target.passes.hidden_states(torch.tensor([[5, 6, 7]]))
-    assert not compiler.kernels
+    kernels = [kernel for layer in target.layers for kernel in vars(layer)["forward"].kernels.values()]
+    assert [kernel is None for kernel in kernels] == [factor != 1] * len(kernels)
+    assert kernels
 
 
 def test_a_pass_does_not_fail_while_another_thread_traces() -> None:

@@ -136,9 +136,7 @@ def test_a_weight_that_was_changed_is_not_read_as_it_was() -> None:
 
 
 @needs_kernel
-def test_without_a_compiler_or_where_it_fails_torch_s_products_are_used(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_without_a_compiler_or_where_it_fails_torch_s_products_are_used(monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
     for compiler, said in (("no-such-compiler", "install g++"), ("false", "does not compile")):
         monkeypatch.setenv("CXX", compiler)
@@ -146,9 +144,7 @@ def test_without_a_compiler_or_where_it_fails_torch_s_products_are_used(
         assert said in capsys.readouterr().err
 
 
-def test_each_clone_compiled_the_kernels_again_and_in_silence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_each_clone_compiled_the_kernels_again_and_in_silence(monkeypatch, capsys, tmp_path) -> None:
     compiler, typed = tmp_path / "compiler", tmp_path / "typed"
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {typed}\nexit 1\n')
     compiler.chmod(0o755)
@@ -256,7 +252,7 @@ def test_the_text_is_the_same_and_the_layers_have_no_weights_of_their_own(folder
     assert not loaded.fast_form.is_packed
     assert not [name for name, _ in packed.model.named_parameters() if "proj" in name]
     assert torch.equal(packed.frozen.lm_head, loaded.frozen.lm_head)  # heads share it
-    requests = [Request([5, 6, 7], 24), Request([9, 4], 24)]
+    requests = [Request([5, 6, 7], 12), Request([9, 4], 12)]
     texts = [[found.tokens for found in generate_batch(target, requests)] for target in (packed, loaded)]
     assert texts[0] == texts[1]
 
@@ -275,9 +271,7 @@ def test_the_baseline_runs_on_the_weights_that_transformers_loads(folder: Path, 
 
 @pytest.mark.parametrize("drafted", [24, 97])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_drafting_few_levels_with_a_shared_lm_head_takes_longer_than_many(
-    folder: Path, dtype: Dtype, drafted: int, tmp_path: Path
-) -> None:
+def test_drafting_few_levels_with_a_shared_lm_head_takes_longer_than_many(folder, dtype, drafted, tmp_path) -> None:
     """The lm_head that a block head shares with its target is packed with the rest; the scores are what they were.
 
     A head that drafts the whole vocabulary has the target's own layer.

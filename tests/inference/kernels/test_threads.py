@@ -21,9 +21,7 @@ def number() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("busy", "own", "count"), [(0.2, 0.1, 4), (4.0, 4.0, 4), (3.0, 2.0, 3), (4.0, 2.2, 2), (4.0, 0.1, 1)]
 )
-def test_threads_are_no_more_than_the_cores_that_others_leave(
-    busy: float, own: float, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_are_no_more_than_the_cores_that_others_leave(busy, own, count, monkeypatch) -> None:
     """`busy` are the cores at work in a second, `own` those of them that work for this process."""
     looks = iter([(0.0, 0.0, 0.0), (1.0, busy, own), (2.0, 2 * busy, 2 * own), (3.0, 2 * busy, 2 * own)])
     monkeypatch.setattr(threads, "core_seconds", lambda: next(looks))
@@ -40,7 +38,7 @@ def test_threads_are_no_more_than_the_cores_that_others_leave(
     assert torch.get_num_threads() == 4
 
 
-def test_a_number_that_somebody_sets_stands_and_a_lowered_one_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_that_somebody_sets_stands_and_a_look_is_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Threads()
     found.set(2)
     found.restore()
@@ -49,9 +47,6 @@ def test_a_number_that_somebody_sets_stands_and_a_lowered_one_is_restored(monkey
     found.follow()
     found.restore()
     assert torch.get_num_threads() == 1
-
-
-def test_a_look_is_of_this_machine() -> None:
     first, second = threads.core_seconds(), threads.core_seconds()
     assert all(after >= before for after, before in zip(second, first, strict=True))
     assert threads.cores()

@@ -45,15 +45,13 @@ ESCAPE = "\x1b"
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chat")
-    build_target(folder / "target", num_layers=3)
+    build_target(folder / "target", num_layers=2)
     for name in ("config.json", "generation_config.json"):  # one end token, or most answers would be empty
         path = folder / "target" / name
         path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 0}))
     frozen = FrozenTarget.from_folder(folder / "target", torch.float32)
-    head = new_head(
-        Eagle3Section(kind="eagle3", taps=(1, 2, 3)), frozen, DraftVocab.full(frozen.config.vocab_size), seed=0
-    )
-    save_head(head, folder / "head")
+    vocab = DraftVocab.full(frozen.config.vocab_size)
+    save_head(new_head(Eagle3Section(kind="eagle3", taps=(0, 1, 2)), frozen, vocab, seed=0), folder / "head")
     return folder
 
 
@@ -82,7 +80,7 @@ def guesser(talker: TargetModel) -> Guesser:
 
 @pytest.fixture
 def make_chat(talker: TargetModel, guesser: Guesser) -> Callable[..., tuple[Chat, io.StringIO]]:
-    def make(colours: bool = False, longest: int = 24) -> Any:
+    def make(colours: bool = False, longest: int = 16) -> Any:
         printed = io.StringIO()
         system = {"color_system": "truecolor", "force_terminal": True} if colours else {"color_system": None}
         console = Console(file=printed, width=500, highlight=False, **system)
@@ -111,7 +109,7 @@ def test_mistakes_are_told_and_the_chat_goes_on(make_chat: Any) -> None:
 
 def test_depths_agree_with_the_trees_that_were_verified(talker: TargetModel, guesser: Guesser) -> None:
     """Tokens on the tree's path have their depth, and the first one off it is the bonus."""
-    request = Request([5, 6, 7, 11], 60, show_trees=True)
+    request = Request([5, 6, 7, 11], 40, show_trees=True)
     first, *steps = loop_of(talker, [request], guesser).run()
     assert first.depths == [None]
     seen = set[int | None]()
@@ -140,7 +138,7 @@ def test_an_answer_shows_no_end_token_and_its_pieces_are_its_text(make_chat: Any
     ended = 0
     for first in range(20, 25):
         prompt, (chat, printed) = [first, 30, 40], make_chat()
-        generation = chat.stream(Request(prompt, 40, end_tokens=tuple(ENDS)), Event())
+        generation = chat.stream(Request(prompt, 24, end_tokens=tuple(ENDS)), Event())
         tokens = generation.tokens[: -1 if generation.finish == "end" else None]
         before = visible_text_of(chat.template.tokenizer, prompt)
         full = visible_text_of(chat.template.tokenizer, prompt + tokens)
@@ -149,9 +147,7 @@ def test_an_answer_shows_no_end_token_and_its_pieces_are_its_text(make_chat: Any
     assert ended
 
 
-def test_the_oldest_turns_are_dropped_when_the_positions_are_full_and_the_chat_says_so(
-    make_chat: Any, talker: TargetModel
-) -> None:
+def test_the_oldest_turns_are_dropped_when_the_positions_are_full_and_the_chat_says_so(make_chat, talker) -> None:
     chat, printed = make_chat(longest=16)
     chat.turns = [{"role": role, "content": "a draft is a tree"} for role in ("user", "assistant") * 8]
     tokens, turns = chat.prompt("of tokens")
@@ -201,7 +197,7 @@ def test_drafted_tokens_are_coloured_on_a_terminal_only(make_chat: Any) -> None:
         assert ("Draft tokens by depth" in printed.getvalue()) == colours
 
 
-def test_a_target_without_a_template_continues_each_line_alone(make_chat: Any) -> None:
+def test_a_target_without_a_template_continues_each_line_alone_and_control_characters_are_dropped(make_chat) -> None:
     chat, printed = make_chat()
     chat.template.tokenizer.chat_template = None
     chat.introduce("names")
@@ -209,9 +205,6 @@ def test_a_target_without_a_template_continues_each_line_alone(make_chat: Any) -
     assert "no chat template" in printed.getvalue()
     assert chat.turns == []
     assert chat.prompt(" a")[0] == chat.template.tokenizer(" a")["input_ids"]
-
-
-def test_control_characters_of_the_target_do_not_reach_the_terminal() -> None:
     assert printable("a\x1b[2J\tb\r\n\x9bé😀") == "a[2J\tb\né😀"
 
 
@@ -221,21 +214,14 @@ def talk(monkeypatch: pytest.MonkeyPatch, given: bytes, *arguments: str) -> None
     command.main()
 
 
-def test_piped_lines_are_answered_one_by_one_without_colours(
-    folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_piped_lines_are_answered_one_by_one_without_colours(folders, monkeypatch, capsys) -> None:
     """A byte that is not UTF-8, an empty line and a missing end of line are no reason to stop."""
     options = ["--target", str(folders / "target"), "--head", str(folders / "head"), "--dtype", "float32"]
     given = b"the target\n\n/plain\nis \xff a draft\n/quit\nnever asked"
     talk(monkeypatch, given, *options, "--max-new-tokens", "8")
     told = capsys.readouterr().out
-    assert [line for line in told.splitlines() if line.startswith("> ")] == [
-        "> the target",
-        "> ",
-        "> /plain",
-        "> is \ufffd a draft",
-        "> /quit",
-    ]
+    asked = [line.removeprefix("> ") for line in told.splitlines() if line.startswith("> ")]
+    assert asked == ["the target", "", "/plain", "is \ufffd a draft", "/quit"]
     assert told.count("tokens per target step") == told.count("plain decoding") == 1
     assert ESCAPE not in told
 
@@ -264,9 +250,7 @@ def test_the_targets_own_settings_apply_to_a_chat_and_the_command_line_overrides
         talk(monkeypatch, b"", *arguments)
 
 
-def test_the_default_target_is_fetched_if_it_is_missing(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_default_target_is_fetched_if_it_is_missing(folders, tmp_path, monkeypatch, capsys) -> None:
     def fetch(folder: Path, source: str) -> str:
         folder.parent.mkdir(parents=True)
         folder.symlink_to(folders / "target")
@@ -283,15 +267,10 @@ def test_the_default_target_is_fetched_if_it_is_missing(
     assert "drafts by prompt lookup" in told  # no bundled head in this folder
 
 
-def test_a_recipe_says_who_talks_and_how_it_drafts(
-    tmp_path: Path, folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, text in (
-        ("prompts.jsonl", ""),
-        ("heldout.jsonl", ""),
-        ("recipe.yaml", yaml.safe_dump(recipe_values(tmp_path))),
-    ):
-        (tmp_path / name).write_text(text)
+def test_a_recipe_says_who_talks_and_how_it_drafts(tmp_path, folders, monkeypatch, capsys) -> None:
+    for name in ("prompts.jsonl", "heldout.jsonl"):
+        (tmp_path / name).touch()
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe_values(tmp_path)))
     names = [f"target.path={folders / 'target'}", f"decode.head={folders / 'head'}", "decode.growth=chain"]
     talk(monkeypatch, b"the target\n", str(tmp_path / "recipe.yaml"), *names, "--seed", "3")
     told = capsys.readouterr().out

@@ -53,12 +53,9 @@ def test_intervals_cover_the_true_speedup(units: int) -> None:
     assert covered < runs  # intervals that always cover it would be too wide
 
 
-def test_the_speedup_of_a_method_over_itself_is_exactly_one() -> None:
+def test_a_method_is_exactly_as_fast_as_itself_and_a_single_prompt_gives_no_interval() -> None:
     found = speedup([1.0, 2.0, 4.0], [10, 20, 30], [1.0, 2.0, 4.0], [10, 20, 30], 0)
     assert (found.low, found.value, found.high) == (1.0, 1.0, 1.0)
-
-
-def test_a_single_prompt_gives_no_interval() -> None:
     found = speedup([2.0], [30], [1.0], [10], 0)
     assert found.value == pytest.approx(1.5)
     assert math.isnan(found.low)
@@ -88,44 +85,43 @@ def test_every_method_has_the_same_text_and_figures_by_category(target: TargetMo
         json.dumps(outcome.as_json())
 
 
-def test_seconds_of_a_batch_are_wall_time(target: TargetModel) -> None:
+def test_seconds_of_a_batch_are_wall_time_and_a_question_with_all_its_turns_is_one_unit(target: TargetModel) -> None:
     run = run_batch(Method("plain"), target, PROMPTS, 9, Sampling())
     waited = [stats.seconds for stats in run.stats]
     assert max(waited) <= 1.1 * run.seconds < sum(waited)
+
+    def round_of(number: int, seconds: float, tokens: int) -> Round:
+        return Round(number, [Prompt([1], "qa")], [Run([[1] * tokens], [DecodeStats()], seconds)])
+
+    rounds = [round_of(0, 1.0, 4), round_of(0, 2.0, 5), round_of(1, 4.0, 6)]
+    assert seconds_and_tokens(rounds, 0) == ([3.0, 4.0], [9, 6])
 
 
 def forcing_of(target: TargetModel, sampling: Sampling | None = None) -> Forcing:
     return Forcing.measured(target, PROMPTS, 9, sampling or Sampling())
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, seed=2), Sampling(repetition_penalty=1.3)])
-def test_plain_passes_choose_every_token_of_a_plain_text_and_find_one_that_was_changed(
-    target: TargetModel, sampling: Sampling
-) -> None:
+def test_plain_passes_choose_every_token_of_a_plain_text_and_find_one_that_was_changed(target: TargetModel) -> None:
     prompt = [5, 6, 7]
-    plain = generate(target, prompt, 70, sampling).tokens  # more than are scored at once
-    assert float(gaps(target, prompt, plain, sampling).max()) == 0
-    changed = [*plain[:4], (plain[4] + 1) % 97]
-    assert (gaps(target, prompt, changed, sampling) > 0).tolist() == [False] * 4 + [True]
+    for sampling, count in ((Sampling(0.7, seed=2), 70), (Sampling(repetition_penalty=1.3), 9), (Sampling(), 9)):
+        plain = generate(target, prompt, count, sampling).tokens  # 70 are more than are scored at once
+        assert float(gaps(target, prompt, plain, sampling).max()) == 0
+        changed = [*plain[:4], (plain[4] + 1) % 97]
+        assert (gaps(target, prompt, changed, sampling) > 0).tolist() == [False] * 4 + [True]
 
 
-def test_a_token_within_rounding_is_a_near_tie_and_any_other_is_outside(target: TargetModel) -> None:
-    forcing, prompt = forcing_of(target), [5, 6, 7]
-    assert 0 < forcing.rounding < 1e-4  # float32
+def test_a_token_within_rounding_is_a_near_tie_and_any_other_is_outside(target, monkeypatch) -> None:
+    judging, prompt = forcing_of(target), [5, 6, 7]
+    assert 0 < judging.rounding < 1e-4  # float32
     changed = [(generate(target, prompt, 1).tokens[0] + 1) % 97]
     gap = float(gaps(target, prompt, changed, Sampling())[0])
     assert gap > 1e-3
-    assert forcing.judge(Prompt(prompt, ""), changed) == Forced(1, 0, 1, gap)
+    assert judging.judge(Prompt(prompt, ""), changed) == Forced(1, 0, 1, gap)
     assert Forcing(target, Sampling(), gap).judge(Prompt(prompt, ""), changed) == Forced(1, 1, 0, gap)
     assert Forced.sum_of([Forced(1, 1, 0, gap), Forced(4, 0, 2, 2 * gap)]) == Forced(5, 1, 2, 2 * gap)
 
-
-def test_a_text_that_rounds_more_than_the_first_prompts_was_outside(
-    target: TargetModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompt, measured = [5, 6, 7], [*range(2)]
-    changed = [(generate(target, prompt, 1).tokens[0] + 1) % 97]
-    gap = float(gaps(target, prompt, changed, Sampling())[0])
+    # A text that rounds more than the first prompts was outside.
+    measured = [*range(2)]
     monkeypatch.setattr(forcing, "rounding", lambda target, prompts, most, sampling: measured.pop() and 1.1 * gap)
     assert Forcing(target, Sampling(), gap / 2).judge(Prompt(prompt, ""), changed) == Forced(1, 1, 0, gap)
     assert Forcing(target, Sampling(), gap / 2).judge(Prompt(prompt, ""), changed) == Forced(1, 0, 1, gap)
@@ -233,9 +229,7 @@ def test_speed_bench_keeps_its_eleven_categories_and_all_turns_in_each_file_form
         ("turns", "Why?", r"row 1 of .*turns \(a list of texts\), prompt or text \(a text\) is allowed"),
     ],
 )
-def test_a_row_of_speed_bench_that_cannot_be_asked_is_named_with_its_field(
-    tmp_path: Path, field: str, value: object, message: str
-) -> None:
+def test_a_row_of_speed_bench_that_cannot_be_asked_is_named_with_its_field(tmp_path, field, value, message) -> None:
     row = {**json.loads(SPEED_BENCH.read_text().splitlines()[0]), field: value}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(ValueError, match=rf"report\.prompts: {message}"):
@@ -278,11 +272,3 @@ def test_a_chat_that_is_too_long_loses_its_middle_and_a_text_to_continue_does_no
     assert chat.shortened(Prompt(long, "qa", ("said",))).left_out == 4
     assert chat.shortened(Prompt(long[:5], "qa", ("said",))).left_out == 0
     assert chat.shortened(Prompt(long, "held-out")).tokens == long
-
-
-def test_a_question_is_one_unit_of_the_interval_with_all_its_turns() -> None:
-    def round_of(number: int, seconds: float, tokens: int) -> Round:
-        return Round(number, [Prompt([1], "qa")], [Run([[1] * tokens], [DecodeStats()], seconds)])
-
-    rounds = [round_of(0, 1.0, 4), round_of(0, 2.0, 5), round_of(1, 4.0, 6)]
-    assert seconds_and_tokens(rounds, 0) == ([3.0, 4.0], [9, 6])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import build_run, tiny_recipe
+from tiny_run import recipe_with_random_head, tiny_recipe
 
 from headstart.heads.formats.card import measurements, report_of
 from headstart.heads.formats.export import export
@@ -23,16 +23,14 @@ from headstart.inference.report.tables import as_markdown, columns_of
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.schema_heads import Eagle3Section, HeadSection, MedusaSection
-from headstart.trainers import run
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     folder = tmp_path_factory.mktemp("report")
-    build_run(folder)
-    recipe = tiny_recipe(folder, "train.steps=2", "report.num_prompts=1")
-    run(recipe)
-    return recipe
+    recipe_with_random_head(folder)
+    prompts = f"report.prompts={folder / 'heldout.jsonl'}"
+    return tiny_recipe(folder, prompts, "report.num_prompts=1", "decode.max_new_tokens=6")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +38,7 @@ def outcomes(trained: Recipe) -> list[Outcome]:
     return report(trained)
 
 
-def test_every_method_writes_the_same_text_and_the_files_say_so(trained: Recipe, outcomes: list[Outcome]) -> None:
+def test_every_method_writes_the_same_text_and_the_files_say_so_and_explain_each_column(trained, outcomes) -> None:
     assert {o.method for o in outcomes} == {"generate", "plain", "untrained", "chain", "tree"}
     assert all(o.same == o.prompts for o in outcomes if o.method != "generate" or o.temperature == 0)
     written = json.loads((trained.report_dir / "report.json").read_text())
@@ -49,6 +47,11 @@ def test_every_method_writes_the_same_text_and_the_files_say_so(trained: Recipe,
     assert (trained.report_dir / "report.md").read_text().count("| plain |") == len(trained.report.temperatures)
     files = {path.name for path in trained.report_dir.iterdir() if not path.name.startswith(".")}
     assert files == {"report.json", "report.md"}
+    written = (trained.report_dir / "report.md").read_text()
+    columns = columns_of(outcomes)
+    assert [column for column in columns if f"| {column} " not in written or f"\n- {column}: " not in written] == []
+    assert "token forcing" not in written
+    assert "a token has the same bits in every pass" in written
 
 
 def test_a_tree_of_a_target_that_verifies_chains_alone_has_no_row_beside_the_chain(trained: Recipe) -> None:
@@ -66,9 +69,7 @@ def test_a_tree_of_a_target_that_verifies_chains_alone_has_no_row_beside_the_cha
     assert rows("cost_aware") == ["plain", "chain", "tree"]
 
 
-def test_a_head_without_a_searched_tree_is_refused_before_the_work(
-    trained: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_without_a_searched_tree_is_refused_before_the_work(trained, monkeypatch) -> None:
     searched = trained.decode.model_copy(update={"growth": "searched"})
     quick = trained.report.model_copy(update={"baselines": ["plain", "tree"]})
     monkeypatch.setattr("headstart.inference.report.command.measure", lambda *inputs: pytest.fail("measured"))
@@ -90,7 +91,7 @@ def test_the_card_of_an_export_shows_figures_of_its_own_head_only(trained: Recip
         ratio = o.tokens_per_second / rates[o.temperature, o.batch]
         row = f"| {o.method} | {o.temperature:g} | {o.batch} | 1 | {o.stats.acceptance_length:.2f} | {ratio:.2f} |"
         assert row in card
-    assert f"on prompts of `{trained.data.heldout_prompts}`, at most 8 new tokens each" in card
+    assert f"on prompts of `{trained.data.heldout_prompts}`, at most 6 new tokens each" in card
     shutil.copytree(trained.head_dir, trained.run_dir / "copy")
     assert measured(head=trained.run_dir / "copy").startswith("Not measured.")
     (trained.head_dir / "model.safetensors").touch()  # trained again since the report
@@ -110,6 +111,7 @@ def test_several_heads_are_compared_in_one_report(trained: Recipe, tmp_path: Pat
     folders = ", ".join(f"{name}: {tmp_path / name}" for name in sections)
     recipe = tiny_recipe(
         trained.run_dir.parent,
+        f"report.prompts={trained.report.prompts}",
         "report.num_prompts=2",
         "report.temperatures=[0.0]",
         "report.batches=[1, 2]",
@@ -138,11 +140,3 @@ def test_a_method_whose_drafts_stopped_had_an_acceptance_length_of_1_and_no_word
     steps = {each.method: each.stats.steps for each in rested}
     assert f"- tree: in 3 of {steps['tree']} steps" in " ".join(lines)
     assert not [line for line in lines if line.startswith("- plain")]
-
-
-def test_the_file_has_every_column_and_explains_each(trained: Recipe, outcomes: list[Outcome]) -> None:
-    written = (trained.report_dir / "report.md").read_text()
-    columns = columns_of(outcomes)
-    assert [column for column in columns if f"| {column} " not in written or f"\n- {column}: " not in written] == []
-    assert "token forcing" not in written
-    assert "a token has the same bits in every pass" in written

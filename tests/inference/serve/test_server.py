@@ -1,4 +1,5 @@
-"""Laws of the server's answers: each text is what the decode loop writes alone, streamed or not, drafted or not."""
+"""Laws of the server's answers: each text is what the decode loop writes alone, streamed or not, drafted or not; tool
+calls are the same and fit their tools, forced or free."""
 
 import json
 import math
@@ -11,7 +12,7 @@ import torch
 from matrix import slow
 from openai import BadRequestError, NotFoundError, OpenAI
 from server_run import NAME, Running, alone, running, tokens_of, with_loop
-from tiny_run import CHAT_TEMPLATE, ENDS
+from tiny_run import CHAT_TEMPLATE, ENDS, build_tokenizer
 
 from headstart.data_pipelines.prompts.completion_client import CompletionClient, completion
 from headstart.inference.core.sampling import Sampling
@@ -47,9 +48,9 @@ EXTRA: list[dict[str, Any]] = [
 def test_a_chat_is_what_the_target_writes_alone(server: Running, client: OpenAI, seed: int) -> None:
     extra, temperature = EXTRA[seed], 0.0 if seed == 3 else 0.9
     fields = {**extra, "logit_bias": {str(token): bias for token, bias in extra.get("logit_bias", ())}}
-    found = chat(client, seed=seed, temperature=temperature, top_p=0.95, max_tokens=30, extra_body=fields)
+    found = chat(client, seed=seed, temperature=temperature, top_p=0.95, max_tokens=16, extra_body=fields)
     own = {name: value for name, value in extra.items() if name != "speculative"}
-    expected = alone(server, chat_prompt(server), 30, Sampling(temperature, top_p=0.95, seed=seed, **own))
+    expected = alone(server, chat_prompt(server), 16, Sampling(temperature, top_p=0.95, seed=seed, **own))
     assert found.choices[0].message.content == expected
     assert found.choices[0].finish_reason in ("stop", "length")
     assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
@@ -60,7 +61,7 @@ def test_a_chat_is_what_the_target_writes_alone(server: Running, client: OpenAI,
 @pytest.mark.parametrize("fields", [{"n": 3}, {"stop": ["e", "th", "🌳"]}, {"logit_bias": {"104": 20}}])
 def test_streamed_text_is_the_unstreamed_text(client: OpenAI, seed: int, fields: dict[str, Any]) -> None:
     """Most tokens of this target are single bytes, so characters are spelled by several of them."""
-    wanted = {"seed": seed, "temperature": 1.5, "max_tokens": 40, **fields}
+    wanted = {"seed": seed, "temperature": 1.5, "max_tokens": 24, **fields}
     full = chat(client, **wanted)
     *chunks, last = chat(client, **wanted, stream=True, stream_options={"include_usage": True})
     assert (last.choices, last.usage) == ([], full.usage)
@@ -80,15 +81,14 @@ def test_a_special_token_may_be_a_stop_string_while_it_is_hidden(client: OpenAI,
     assert (found.text, found.finish_reason, found.stop_reason) == ("<end>" * include, "stop", "<end>")
 
 
-def test_choices_count_seeds_on_and_share_a_prompt(server: Running, client: OpenAI) -> None:
+def test_choices_count_seeds_on_and_prompts_are_texts_or_token_ids_and_without_a_seed_one_is_drawn(
+    server, client
+) -> None:
     found = complete(client, prompt=["a draft", "the head"], n=3, seed=11, temperature=1.0, max_tokens=12)
     assert [choice.index for choice in found.choices] == list(range(6))
     for index, choice in enumerate(found.choices):
         prompt = tokens_of(server, ["a draft", "the head"][index // 3])
         assert choice.text == alone(server, prompt, 12, Sampling(temperature=1.0, seed=11 + index % 3))
-
-
-def test_prompts_are_texts_or_token_ids(server: Running, client: OpenAI) -> None:
     ids = tokens_of(server, "a draft is")
     texts = {complete(client, prompt=prompt, temperature=0).choices[0].text for prompt in ("a draft is", ids, [ids])}
     assert len(texts) == 1
@@ -96,9 +96,6 @@ def test_prompts_are_texts_or_token_ids(server: Running, client: OpenAI) -> None
     assert echoed == "a draft is" + texts.pop()
     streamed = complete(client, temperature=0, echo=True, stream=True)
     assert "".join(each.choices[0].text for each in streamed if each.choices) == echoed
-
-
-def test_without_a_seed_each_request_draws_its_own_and_tells_it(client: OpenAI) -> None:
     found = [complete(client, temperature=1.0) for _ in range(3)]
     assert len({each.seed for each in found}) == 3
     again = complete(client, temperature=1.0, seed=found[0].seed)
@@ -245,7 +242,7 @@ def test_a_prompt_that_comes_again_is_not_read_again(served: Served) -> None:
         assert 'vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} 0.0' not in found.http.get("/metrics").text
 
 
-def test_figures_of_speculation_come_with_the_answer(client: OpenAI) -> None:
+def test_figures_of_speculation_come_with_the_answer_and_each_tokens_text_and_depth_if_asked_for(client) -> None:
     found = complete(client, temperature=0, max_tokens=40, extra_body={"ignore_eos": True}).metrics
     figures = found["speculative_decoding"]
     assert sum(figures["acceptance_histogram"]) == figures["num_spec_steps"]
@@ -255,9 +252,6 @@ def test_figures_of_speculation_come_with_the_answer(client: OpenAI) -> None:
     assert found["time_to_first_token_seconds"] > 0
     plain = complete(client, temperature=0, max_tokens=40, extra_body={"speculative": False})
     assert plain.metrics["speculative_decoding"] is None
-
-
-def test_each_tokens_text_and_depth_come_if_asked_for(client: OpenAI) -> None:
     extra = {"headstart": {"tokens": True, "trees": True}, "ignore_eos": True}
     fields: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 40, "extra_body": extra}
     whole = complete(client, **fields)
@@ -312,3 +306,136 @@ def test_our_own_server_writes_the_responses_of_a_harvest(server: Running) -> No
     target = server.service.served.target
     alone = [generate(target, prompt, 6, Sampling(1.0, seed=3)).tokens for prompt in prompts]
     assert [answers[number].choice["token_ids"] for number in range(2)] == alone
+
+
+LOOK_MESSAGES: Any = [{"role": "user", "content": "look"}]
+
+
+def look(client: OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(model=NAME, messages=LOOK_MESSAGES, **fields)
+
+
+CALL = '<tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("before", [slow(""), "so "])
+def test_tool_calls_come_whole_and_in_a_stream(client: OpenAI, before: str) -> None:
+    extra = {"structured_outputs": {"choice": [before + CALL]}}
+    fields: dict[str, Any] = {"tools": TOOLS, "max_tokens": 90, "extra_body": extra}
+    whole = look(client, **fields).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert (whole.message.content or "") == before
+    assert [(call.function.name, call.function.arguments) for call in whole.message.tool_calls] == [
+        ("look", '{"at": "it"}')
+    ]
+    chunks = [chunk.choices[0] for chunk in look(client, **fields, stream=True) if chunk.choices]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == before
+    calls = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    assert [(call.index, call.function.name, call.function.arguments) for call in calls] == [
+        (0, "look", '{"at": "it"}')
+    ]
+    assert chunks[-1].finish_reason == "tool_calls"
+    ignored = look(client, **fields, tool_choice="none").choices[0]
+    assert ignored.message.content == before + CALL
+    assert ignored.finish_reason == "stop"
+
+
+def test_half_of_a_surrogate_pair_in_an_argument_is_an_escape(client: OpenAI) -> None:
+    extra = {"structured_outputs": {"choice": [CALL.replace("it", "\\ud83d")]}}
+    fields: dict[str, Any] = {"tools": TOOLS, "max_tokens": 90, "extra_body": extra}
+    (call,) = look(client, **fields).choices[0].message.tool_calls
+    assert call.function.arguments == '{"at": "\\ud83d"}'
+    chunks = look(client, **fields, stream=True)
+    assert call.function.arguments in [
+        each.function.arguments for chunk in chunks if chunk.choices for each in chunk.choices[0].delta.tool_calls or []
+    ]
+
+
+def tool(name: str, **parameters: Any) -> dict[str, Any]:
+    """A tool with these parameters, as clients write it: nothing is said about others."""
+    schema = {"type": "object", "properties": parameters, "required": [*parameters]}
+    return {"type": "function", "function": {"name": name, "parameters": schema} if parameters else {"name": name}}
+
+
+MANY = [tool("look", at={"enum": ["it", "</tool_call>"]}, far={"type": "boolean"}), tool("wait")]
+NAMED = {"type": "function", "function": {"name": "look"}}
+ENDING = {"logit_bias": {str(token): 100 for token in ENDS}}  # this target would go on with calls
+
+
+def read_look(call: Any) -> bool:
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "wait":
+        return arguments == {}
+    found = call.function.name == "look" and arguments.keys() == {"at", "far"}
+    return found and arguments["at"] in ("it", "</tool_call>") and arguments["far"] in (True, False)
+
+
+@pytest.mark.parametrize(
+    ("choice", "parallel", "seed"), [("required", True, 0), slow(("required", False, 1)), (NAMED, True, 2)]
+)
+def test_a_forced_call_is_one_of_the_tools_and_its_schema(client, choice, parallel, seed) -> None:
+    """A call of a named tool ends in `stop`, as OpenAI's and vLLM's do."""
+    fields: dict[str, Any] = {"tools": MANY, "tool_choice": choice, "parallel_tool_calls": parallel, "seed": seed}
+    fields |= {"temperature": 1.0, "max_tokens": 98, **ENDING}
+    fields |= {"response_format": {"type": "json_object"}} if seed else {}  # which binds only what is no call
+    whole = look(client, **fields).choices[0]
+    calls = whole.message.tool_calls
+    assert all(map(read_look, calls))
+    assert whole.message.content is None
+    assert whole.finish_reason == ("stop" if choice == NAMED else "tool_calls")
+    assert [call.function.name for call in calls] in ([["look"]] if choice == NAMED else [["look"], ["wait"]])
+    plain = look(client, **fields, extra_body={"speculative": False}).choices[0].message
+    chunks = [chunk.choices[0] for chunk in look(client, **fields, stream=True) if chunk.choices]
+    streamed = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    texts = [call.function.arguments for call in calls]
+    assert [call.function.arguments for call in plain.tool_calls] == texts
+    assert [call.function.arguments for call in streamed] == texts
+    assert [call.index for call in streamed] == [*range(len(calls))]
+    assert not "".join(chunk.delta.content or "" for chunk in chunks).strip()
+    assert chunks[-1].finish_reason == whole.finish_reason
+
+
+def test_a_choice_without_such_a_tool_is_refused(client: OpenAI) -> None:
+    own: dict[str, Any] = {"structured_outputs": {"regex": "a"}}
+    for fields, words in (
+        ({"tool_choice": "required"}, "tool_choice: 'required' given, .*without tools"),
+        ({"tools": MANY, "tool_choice": {"type": "function", "function": {"name": "no"}}}, "'no' given, look, wait is"),
+        ({"tools": MANY, "tool_choice": "any"}, "auto, none, required or"),
+        ({"tools": [tool("look", at={"type": "wizard"})], "tool_choice": "required"}, "parameters of look: .*wizard"),
+        ({"tools": MANY, "tool_choice": "required", "extra_body": own}, "structured_outputs: .*forces a call"),
+    ):
+        with pytest.raises(BadRequestError, match=words):
+            look(client, **fields)
+
+
+@pytest.mark.parametrize("speculative", [True, slow(False)])
+def test_without_parallel_calls_the_text_ends_after_the_first(client: OpenAI, speculative: bool) -> None:
+    written = '<tool_call>{"name": "wait"}</tool_call>'
+    twice = {"structured_outputs": {"choice": [f"so {written}\n{written} and"]}, "speculative": speculative}
+    fields: dict[str, Any] = {"tools": MANY, "max_tokens": 98, "temperature": 0, "extra_body": twice}
+    assert len(look(client, **fields).choices[0].message.tool_calls) > 1
+    whole = look(client, **fields, parallel_tool_calls=False)
+    choice = whole.choices[0]
+    assert (choice.message.content, len(choice.message.tool_calls), choice.finish_reason) == ("so ", 1, "tool_calls")
+    chunks = [each.choices[0] for each in look(client, **fields, parallel_tool_calls=False, stream=True)]
+    assert "".join(each.delta.content or "" for each in chunks) == "so "
+    assert len([call for each in chunks for call in each.delta.tool_calls or []]) == 1
+    assert whole.usage.completion_tokens == len(client_tokens(f"so {written}"))
+
+
+def client_tokens(text: str) -> list[int]:
+    return list(build_tokenizer()(text)["input_ids"])
+
+
+@pytest.mark.parametrize("starts", ["<", "{"])
+def test_with_tools_a_format_binds_what_is_no_call(client: OpenAI, starts: str) -> None:
+    (first,) = client_tokens(starts)
+    wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+    fields: dict[str, Any] = {"tools": MANY, "response_format": wanted, "parallel_tool_calls": False}
+    bias = {"logit_bias": {str(first): 100}}
+    found = look(client, **fields, **bias, temperature=0, max_tokens=98).choices[0].message
+    if starts == "<":
+        assert all(map(read_look, found.tool_calls))
+    else:
+        assert json.loads(found.content)["a"] in ("x", "yy")

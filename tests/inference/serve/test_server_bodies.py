@@ -159,7 +159,7 @@ REPEATED: dict[str, tuple[str, Callable[[list[Any]], dict[str, Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", slow_unless(("messages", "prompts"), REPEATED))
+@pytest.mark.parametrize("case", slow_unless(("messages",), REPEATED))
 def test_reading_a_large_body_keeps_no_other_thread_waiting(server: Running, case: str) -> None:
     """Streams and /health paused for seconds: one body was validated in one piece, or a step of some hundred operations
     waited for the lock at each. Half a second is allowed for the largest body, so a sixteenth for this one.

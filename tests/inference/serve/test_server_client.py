@@ -39,19 +39,22 @@ def test_the_tests_use_every_documented_field() -> None:
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     used = "".join(
-        (ROOT / "tests/inference/serve" / file).read_text()
-        for file in ("test_server.py", "test_server_client.py", "test_server_tools.py")
+        (ROOT / "tests/inference/serve" / file).read_text() for file in ("test_server.py", "test_server_client.py")
     )
     assert len(names) > 30
     assert not [name for name in names if not re.search(rf"\b{name}\b", used)]
 
 
-def test_the_longest_answer_has_two_names(client: OpenAI) -> None:
+def test_the_longest_answer_has_two_names_and_any_object_of_json_may_be_asked_for(client, server) -> None:
     extra = {"ignore_eos": True}
     assert chat(client, max_tokens=5, extra_body=extra).usage.completion_tokens == 5
     found = client.chat.completions.create(model=NAME, messages=[USER], max_completion_tokens=6, extra_body=extra)
     assert found.usage is not None
     assert found.usage.completion_tokens == 6
+    (brace,) = tokens_of(server, "}", special=False)  # this target hardly ever ends an object by itself
+    bias = {"logit_bias": {str(brace): 100}, "max_tokens": 60}
+    ended = chat(client, **bias, seed=0, temperature=1.0, response_format={"type": "json_object"})
+    assert json.loads(ended.choices[0].message.content) == {}
 
 
 CONVERSATION: list[Any] = [
@@ -83,9 +86,7 @@ UNUSED = {"return_token_ids": False, "include_reasoning": True, "prompt_cache_op
         ({"stream_options": {"include_obfuscation": False}, "extra_body": UNUSED}, "[user]a tree[assistant]"),
     ],
 )
-def test_a_chat_is_what_its_template_makes_of_it(
-    server: Running, client: OpenAI, outside: OpenAI, fields: dict[str, Any], prompt: str
-) -> None:
+def test_a_chat_is_what_its_template_makes_of_it(server, client, outside, fields, prompt) -> None:
     found = chat(client, temperature=0, max_tokens=8, **fields)
     tokens = tokens_of(server, prompt, special=False)
     assert found.usage.prompt_tokens == len(tokens)
@@ -103,13 +104,6 @@ def test_roles_that_the_template_refuses_are_a_clear_error(client: OpenAI) -> No
     assert refused.value.param == "messages"
 
 
-def test_any_object_of_json_may_be_asked_for(server: Running, client: OpenAI) -> None:
-    (brace,) = tokens_of(server, "}", special=False)  # this target hardly ever ends an object by itself
-    bias = {"logit_bias": {str(brace): 100}, "max_tokens": 60}
-    ended = chat(client, **bias, seed=0, temperature=1.0, response_format={"type": "json_object"})
-    assert json.loads(ended.choices[0].message.content) == {}
-
-
 def test_special_tokens_are_shown_and_added_only_if_asked_for(server: Running, client: OpenAI, outside: OpenAI) -> None:
     for shows, text in ((True, ""), (False, "<end>" * 3)):
         extra = {"ignore_eos": True, "skip_special_tokens": shows}
@@ -125,16 +119,13 @@ def test_special_tokens_are_shown_and_added_only_if_asked_for(server: Running, c
     assert added == chat(client).usage.prompt_tokens + 1
 
 
-def test_without_usage_every_chunk_has_a_choice(client: OpenAI) -> None:
+def test_without_usage_every_chunk_has_a_choice_and_usage_may_come_with_each(client: OpenAI) -> None:
     """Most programs read chunk.choices[0] of each chunk without a look."""
     for make in (chat, complete):
         chunks = list(make(client, stream=True, n=2))
         assert all(len(chunk.choices) == 1 for chunk in chunks)
         assert [hasattr(chunk, "metrics") for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
         assert all(chunk.usage is None for chunk in chunks)
-
-
-def test_usage_may_come_with_every_chunk(client: OpenAI) -> None:
     options: Any = {"continuous_usage_stats": True}
     *chunks, last = chat(client, max_tokens=20, n=2, stream=True, stream_options=options)
     written = [chunk.usage.completion_tokens for chunk in chunks]

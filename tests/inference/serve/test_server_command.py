@@ -1,6 +1,9 @@
-"""Laws of `headstart serve`: its command line says what is wrong, and signals end it with every request answered."""
+"""Laws of `headstart serve`: its command line says what is wrong, signals end it with every request answered, it
+answers whom it may, and what Prometheus reads adds up."""
 
 import asyncio
+import json
+import re
 import signal
 import socket
 import subprocess
@@ -10,17 +13,24 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from bad_inputs import Says, Typed, assert_refused, table
+from server_run import NAME, Running, running
 from tiny_run import build_target, quiet_environment
 
+from headstart.inference.core.request import EmittedTokens
+from headstart.inference.core.verify import BONUS
 from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.serve import command
-from headstart.inference.serve.options import serve_options
+from headstart.inference.serve.api.output import Update
+from headstart.inference.serve.metrics import WATCHED_STEPS, AcceptanceWatch, promised_length
+from headstart.inference.serve.options import ServerSettings, serve_options
+from headstart.inference.serve.service import Served
 from headstart.inference.serve.worker import Worker
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -53,16 +63,14 @@ def test_a_port_that_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch, typed:
     assert_refused(outcome, Says("--port", port, "a free port", "another --port"))
 
 
-def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:
+def test_options_and_keys_of_the_environment_reach_the_settings(monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:
     monkeypatch.setenv("HEADSTART_API_KEY", "one,two")
     assert serve_options(None, ["--target", "x"]).settings.api_keys == ("one", "two")
     assert serve_options(None, ["--target", "x", "--api-key", "three"]).settings.api_keys == ("three",)
     monkeypatch.setenv("HEADSTART_API_KEY", "one, two")
     refused = typed("serve", "--target", "x")
     assert_refused(refused, Says("HEADSTART_API_KEY", "with spaces", "visible ASCII characters", "change"))
-
-
-def test_options_reach_the_settings() -> None:
+    monkeypatch.delenv("HEADSTART_API_KEY")
     assert serve_options(None, ["--target", "org/model"]).settings.names == ("model",)
     named = serve_options(None, ["--target", "x", "--served-model-name", "a", "--served-model-name", "b"])
     assert named.settings.names == ("a", "b")
@@ -156,3 +164,149 @@ def test_the_thread_that_loads_the_target_also_decodes(tmp_path: Path, monkeypat
     asyncio.run(run())
     assert len(seen) == 2
     assert seen[0] == seen[1] != threading.get_ident()
+
+
+LOCAL = serve_options(None, ["--target", "x", "--allowed-host", "Box.example"]).settings
+
+
+@pytest.fixture(scope="module")
+def server(served: Served) -> Iterator[Running]:
+    with running(served, replace(LOCAL, names=(NAME,), body_timeout=0.5)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> httpx.Client:
+    return server.http
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "LOCALHOST"}, 200),
+        ({"Host": "chat.localhost"}, 200),
+        ({"Host": "[::1]:9"}, 200),
+        ({"Host": "127.8.8.8"}, 200),
+        ({"Host": "box.example:80"}, 200),
+        ({"Host": "evil.example", "Origin": "http://localhost"}, 403),
+        ({"Host": "localhost.evil.example"}, 403),
+        ({"Host": "10.0.0.1"}, 403),
+        ({"Host": "[::1"}, 403),
+        ({"Origin": "http://localhost:3000"}, 200),
+        ({"Origin": "https://box.example"}, 200),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+    ],
+)
+def test_pages_of_other_sites_reached_the_server_by_dns_rebinding(client, headers, status) -> None:
+    for path in ("/", "/v1/models", "/metrics"):
+        found = client.get(path, headers=headers)
+        assert found.status_code == status, found.text
+        assert status == 200 or "--allowed-host" in found.json()["error"]["message"]
+
+
+def test_a_server_for_other_machines_answers_to_any_name_unless_names_are_given() -> None:
+    host = ["--target", "x", "--host", "0.0.0.0"]
+    assert serve_options(None, host).settings.is_own("box.example")
+    named = serve_options(None, [*host, "--allowed-host", "a.example"]).settings
+    assert [named.is_own(name) for name in ("a.example", "box.example", "127.0.0.1")] == [True, False, True]
+
+
+def test_head_is_get_without_a_body_and_a_wrong_method_is_told_the_right_one(client: httpx.Client) -> None:
+    for path in ("/", "/style.css", f"/v1/models/{NAME}", "/health", "/metrics"):
+        answer, full = client.head(path), client.get(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+        assert answer.headers.get("content-type") == full.headers.get("content-type")
+    for method, path, allowed in (("HEAD", "/v1/completions", {"POST"}), ("PUT", "/", {"GET", "HEAD"})):
+        answer = client.request(method, path)
+        assert answer.status_code == 405
+        assert {*answer.headers["allow"].split(", ")} == allowed
+
+
+ROOT = Path(__file__).resolve().parents[3]
+DASHBOARD = ROOT / "docs/grafana/headstart.json"
+
+
+@pytest.fixture(scope="module")
+def counted(served: Served) -> Iterator[Running]:
+    with running(served, ServerSettings((NAME,), max_batch=4)) as found:
+        for seed in range(3):
+            body = {"prompt": "a draft", "max_tokens": 30, "seed": seed, "ignore_eos": True, "stream": seed == 1}
+            found.http.post("/v1/completions", json=body, timeout=60)
+        yield found
+
+
+def figures(counted: Running) -> dict[str, float]:
+    lines = counted.http.get("/metrics").text.splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+
+def total(found: dict[str, float], name: str) -> float:
+    return sum(value for key, value in found.items() if key.partition("{")[0] == name)
+
+
+def test_tokens_are_accepted_drafts_plus_one_per_step_and_the_first(counted: Running) -> None:
+    found = figures(counted)
+    drafts = total(found, "vllm:spec_decode_num_drafts_total")
+    accepted = total(found, "vllm:spec_decode_num_accepted_tokens_total")
+    assert total(found, "vllm:generation_tokens_total") == 90
+    # The last step of a text may draft nothing, or accept more than fits.
+    assert 90 - 3 - 3 <= accepted + drafts <= 90 - 3 + 3
+    assert total(found, "vllm:spec_decode_num_accepted_tokens_per_pos_total") == accepted
+    assert accepted <= total(found, "vllm:spec_decode_num_draft_tokens_total")
+    assert total(found, "vllm:request_success_total") == 3
+    assert total(found, "vllm:time_to_first_token_seconds_count") == 3
+    assert total(found, "vllm:request_generation_tokens_sum") == 90
+    assert total(found, "vllm:num_requests_running") == total(found, "vllm:num_requests_waiting") == 0
+    assert total(found, "vllm:kv_cache_usage_perc") == 0
+    assert total(found, "headstart:acceptance_length") == pytest.approx(1 + accepted / drafts)
+
+
+def test_the_dashboard_asks_for_metrics_that_exist_and_each_has_one_name(counted: Running) -> None:
+    known = {key.partition("{")[0] for key in figures(counted)} | {"headstart:promised_acceptance_length"}
+    board = json.loads(DASHBOARD.read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+    assert len(queries) > 8
+    asked = {name for query in queries for name in re.findall(r"(?:headstart|vllm):\w+", query)}
+    assert not asked - known - {"vllm:admission_rejections_total"}
+    names = {key.partition("{")[0] for key in figures(counted)}
+    assert len({name.partition(":")[2] for name in names}) == len(names) > 30
+
+
+def step(accepted: int, is_end: bool = False) -> Update:
+    """A step with 8 draft tokens; at the end of a text, the draft holds the end token, and no bonus token follows."""
+    depths = [*range(1, accepted + 1), accepted + 1 if is_end else BONUS]
+    return Update(EmittedTokens(0, [5] * len(depths), depths, 8, accepted), [], [], 0, 1.0, 1.0)
+
+
+# The head's acceptance lengths at temperatures 0 and 1, the steps, and the measured length that is reported.
+WATCHED: dict[str, tuple[float, float, list[Update], float | None]] = {
+    "as promised": (4.1, 3.0, [step(2)], None),
+    "far below, and reported once": (4.1, 3.0, [step(1)], 2.0),
+    "drafts that hold the end of short answers": (4.1, 4.0, [step(1, is_end=True)], None),
+    "as promised at temperature 1, but far below that at 0": (2.93, 2.05, [step(1)], None),
+}
+
+
+@pytest.mark.parametrize("case", WATCHED)
+def test_acceptance_far_below_the_heads_promise_is_reported_once(case: str, tmp_path: Path) -> None:
+    at_0, at_1, steps, reported = WATCHED[case]
+    config = {"headstart": {"acceptance_length": {"0": at_0, "1": at_1}}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    lines: list[str] = []
+    watch = AcceptanceWatch(promised_length(tmp_path), lines.append)
+    for update in steps * (3 * WATCHED_STEPS):
+        watch.count(update)
+    assert len(lines) == (reported is not None)
+    for line in lines:
+        assert all(fact in line for fact in (f"is {reported:.2f}", f"promises {at_1:.2f}", "headstart doctor"))
+
+
+def test_a_head_without_a_measured_length_promises_nothing(tmp_path: Path) -> None:
+    assert promised_length(None) is None
+    (tmp_path / "config.json").write_text("{}")
+    assert promised_length(tmp_path) is None
+    bundled = ROOT / "assets/smollm2_head"
+    lengths = json.loads((bundled / "config.json").read_text())["headstart"]["acceptance_length"]
+    assert promised_length(bundled) == lengths["1"] < lengths["0"]

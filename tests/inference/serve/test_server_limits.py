@@ -85,16 +85,13 @@ def until(holds: Callable[[], bool], seconds: float = 20, gate: Gate | None = No
         time.sleep(0.01)
 
 
-def test_a_body_that_does_not_arrive_is_not_waited_for(server: Running) -> None:
+def test_a_body_that_does_not_arrive_is_not_waited_for_and_one_with_two_lengths_hides_no_request(server) -> None:
     address = server.url.removeprefix("http://").split(":")
     with socket.create_connection((address[0], int(address[1]))) as slow:
         slow.sendall(raw_post({"prompt": "a"})[:-3])
         slow.settimeout(20)
         assert b" 408 " in slow.recv(100)
-
-
-def test_a_body_with_two_lengths_hides_no_second_request(server: Running) -> None:
-    """The request after the chunks was answered, too, which a proxy that reads Content-Length never saw."""
+    # The request after the chunks was answered, too, which a proxy that reads Content-Length never saw.
     inner = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
     for version, length in (("1.1", f"Content-Length: {5 + len(inner)}\r\n"), ("1.0", "")):
         head = f"POST {COMPLETION} HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\n{length}"
@@ -159,9 +156,7 @@ class PostThread(threading.Thread):
 @pytest.mark.each_value
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("place", ["queue", "prefill", "decoding"])
-def test_a_client_that_leaves_the_queue_prefill_or_decoding_takes_no_further_work(
-    served: Served, place: str, stream: bool
-) -> None:
+def test_a_client_that_leaves_the_queue_prefill_or_decoding_takes_no_further_work(served, place, stream) -> None:
     with gated(served, prefill_chunk=4) as (server, gate):
         service = server.service
         others = [PostThread(server, max_tokens=100, ignore_eos=True) for _ in range(2 * (place == "queue"))]
@@ -222,9 +217,7 @@ def test_time_limits_refuse_what_waits_and_cut_what_runs(served: Served) -> None
 
 
 @pytest.mark.parametrize(("stream", "steps", "status"), [(False, 0, 500), (True, 0, 500), (True, 1, 200)])
-def test_a_step_that_fails_ends_its_requests_alone(
-    served: Served, capfd: pytest.CaptureFixture[str], stream: bool, steps: int, status: int
-) -> None:
+def test_a_step_that_fails_ends_its_requests_alone(served, capfd, stream, steps, status) -> None:
     """After the first token the error of a stream is an event, as its status is told already."""
     with gated(served) as (server, gate):
         thread = PostThread(server, stream=stream, ignore_eos=True, logprobs=0)  # these come without a text, too
@@ -286,9 +279,7 @@ SOME_FAILURES = ("when it is submitted", "as its grammar gives up")
 @pytest.mark.each_value
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("place", slow_unless(SOME_FAILURES, FAILURES))
-def test_what_fails_in_one_choice_is_told_to_its_client_alone(
-    server: Running, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], place: str, stream: bool
-) -> None:
+def test_what_fails_in_one_choice_is_told_to_its_client_alone(server, monkeypatch, capfd, place, stream) -> None:
     """No text is told as a proper end, and neither the others' texts nor what comes next change."""
     owner, name, replacement, status = FAILURES[place]
     fields = {"prompt": "a draft", "max_tokens": 30, "ignore_eos": True, "temperature": 0}
@@ -353,9 +344,7 @@ def test_after_the_drain_time_requests_end_with_what_they_have(served: Served) -
             assert each.answer().headers["retry-after"]
 
 
-def test_connections_that_open_and_drop_leave_nothing_behind(
-    server: Running, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_connections_that_open_and_drop_leave_nothing_behind(server, capfd) -> None:
     draw = random.Random(0)
     files = Path("/proc/self/fd")
     before = len(list(files.iterdir()))

@@ -136,7 +136,7 @@ BODIES = [
 ]
 
 
-def test_bodies_of_other_kinds_sizes_and_paths_are_refused(client: httpx.Client) -> None:
+def test_bodies_of_other_kinds_sizes_and_paths_are_refused_and_halves_of_surrogate_pairs_replaced(client) -> None:
     for body, fact in BODIES:
         assert_refused(client.post(COMPLETION, content=body, headers=JSON), 400, fact, "allowed; correct it")
     assert_refused(client.post(COMPLETION, data={"prompt": "a"}), 415, "application/json")
@@ -144,6 +144,8 @@ def test_bodies_of_other_kinds_sizes_and_paths_are_refused(client: httpx.Client)
     assert_refused(client.post("/v1/other", json={}), 404, "no such path")
     assert_refused(client.get(CHAT), 405, "allowed: POST")
     assert_refused(client.post(CHAT, json={"messages": HELLO, "model": "gpt-5"}), 404, "model: 'gpt-5' given", NAME)
+    halves = client.post("/tokenize", content=b'{"prompt": "\\ud83d\\\\ud83d\\ud83d\\ude00\\udE00"}', headers=JSON)
+    assert halves.json() == client.post("/tokenize", json={"prompt": "\ufffd\\ud83d😀\ufffd"}).json()
 
 
 CALLED = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"at": "it"}'}}
@@ -193,14 +195,7 @@ def test_halves_of_surrogate_pairs_are_answered_wherever_they_stand(client: http
         assert answer.json() if answer.status_code != 200 or not sent.get("stream") else "[DONE]" in answer.text
 
 
-def test_halves_of_surrogate_pairs_are_replacement_characters(client: httpx.Client) -> None:
-    halves = client.post("/tokenize", content=b'{"prompt": "\\ud83d\\\\ud83d\\ud83d\\ude00\\udE00"}', headers=JSON)
-    assert halves.json() == client.post("/tokenize", json={"prompt": "\ufffd\\ud83d😀\ufffd"}).json()
-
-
-def test_tools_that_are_too_long_are_not_blamed_on_the_messages(
-    server: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tools_that_are_too_long_are_not_blamed_on_the_messages(server, client, monkeypatch) -> None:
     """The templates of most chat models write the tools into the prompt."""
     monkeypatch.setattr(
         server.service.prompts.template, "render", lambda turns, tools, *_: "a" * 10**6 if tools else ""

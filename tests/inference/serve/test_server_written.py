@@ -27,20 +27,16 @@ def spell(tokens: list[int]) -> str:
 @pytest.mark.parametrize("stops", STOPS)
 def test_text_ends_where_the_first_stop_string_begins(stops: tuple[str, ...], include: bool) -> None:
     for seed in range(10):
-        check_stop(random.Random(seed), stops, include)
-
-
-def check_stop(draw: random.Random, stops: tuple[str, ...], include: bool) -> None:
-    text = "".join(draw.choice(["a", "b", "c", " ", "d", "🌳", "é"]) for _ in range(30))
-    written = WrittenText(spell, [], StopStrings(stops, spell), include)
-    found = "".join(piece.text for token in text.encode() for piece in written.add(token, None))
-    found += "".join(piece.text for piece in written.end())
-    expected = text
-    if ends := [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]:
-        end, first = min(ends)
-        expected = text[:end] if include else text[: end - len(first)]
-        assert written.stopped == first
-    assert found == expected
+        text = "".join(random.Random(seed).choices(["a", "b", "c", " ", "d", "🌳", "é"], k=30))
+        written = WrittenText(spell, [], StopStrings(stops, spell), include)
+        found = "".join(piece.text for token in text.encode() for piece in written.add(token, None))
+        found += "".join(piece.text for piece in written.end())
+        expected = text
+        if ends := [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]:
+            end, first = min(ends)
+            expected = text[:end] if include else text[: end - len(first)]
+            assert written.stopped == first
+        assert found == expected
 
 
 def spell_hidden(tokens: list[int]) -> str:
@@ -56,9 +52,7 @@ def spell_shown(tokens: list[int]) -> str:
     ("stops", "shown"),
     [(("<|300|>",), "abc"), (("c<|300|>d",), "ab"), (("bc", "<|300|>"), "a"), (("<|301|>",), "abcd"), (("d",), "abc")],
 )
-def test_a_stop_string_that_is_a_hidden_special_token_is_found(
-    stops: tuple[str, ...], shown: str, include: bool
-) -> None:
+def test_a_stop_string_that_is_a_hidden_special_token_is_found(stops, shown, include) -> None:
     """The text is a b c <|300|> d, and special tokens are not shown."""
     stop = StopStrings(stops, spell_shown)
     tokens = [*b"abc", 300, *b"d"]
@@ -135,23 +129,16 @@ def test_what_is_no_call_stays_text_and_hides_no_call(inside: str) -> None:
         assert split(f"{text} so {good}.", random.Random(seed)) == (f"{text} so .", [("f", {})])
 
 
-def test_white_space_around_calls_is_no_text_and_nothing_follows_an_only_call() -> None:
+def test_white_space_around_calls_is_no_text_and_a_call_that_is_cut_off_counts_if_its_json_is_whole() -> None:
     draw, call = random.Random(0), '<tool_call>{"name": "f"}</tool_call>'
     for _ in range(8):
         assert split(f"\n{call}\n\n{call} ", draw) == ("", [("f", {})] * 2)
         assert split(f"\nso\n{call}\n\nand {call}", draw) == ("\nso\n\n\nand ", [("f", {})] * 2)
         assert split(" \n", draw) == (" \n", [])
         assert split(f"so {call} and {call}", draw, only_one=True) == ("so ", [("f", {})])
-
-
-def test_a_call_that_the_end_of_the_text_cuts_off_counts_if_its_json_is_whole() -> None:
-    whole, cut = ToolCallParser(["weather", "f"]), ToolCallParser(["weather", "f"])
-    whole.add([TokenText('<tool_call>{"name": "f", "arguments": {}}', None)])
-    (call,) = Output(whole.add([], is_end=True)).calls
-    assert call["function"]["arguments"] == "{}"
-    cut.add([TokenText('<tool_call>{"name": "f", "argu', None)])
-    output = Output(cut.add([], is_end=True))
-    assert (output.text, output.calls) == ('<tool_call>{"name": "f", "argu', [])
+    assert split('<tool_call>{"name": "f", "arguments": {}}', random.Random(0)) == ("", [("f", {})])
+    cut = '<tool_call>{"name": "f", "argu'
+    assert split(cut, random.Random(0)) == (cut, [])
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -35,28 +35,25 @@ COUNTS = ((1, 2, 0), (1, 2))  # images in the prompts; each has some if the type
 GRIDS = [(4, 8), (8, 4), (4, 4)]  # patches in height and width
 
 GEMMA4_TOWER = {
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "patch_size": 4,
-    "position_embedding_size": 64,
-}
+    "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 16, "patch_size": 4, "position_embedding_size": 64, "pooling_kernel_size": 2,
+}  # fmt: skip
+UNIFIED_TOWER = {
+    "patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 64, "mm_posemb_size": 16, "output_proj_dims": 64,
+}  # fmt: skip
 SEEN = {"image_token_id": 127}
 TILES = {"image_grid_pinpoints": [[16, 32], [32, 16]]}
+TO_SMALL_CHANNELS = {"downsample_channels": [64, 64], "global_attn_indexes": [1]}
+PROJECTED = ("projector_input_dim", "projector_output_dim", "vision_output_dim")
 # What the names of fields do not say about towers, by type.
 SPECIAL.update(
     {
         "aria": {"projector_patch_to_query_dict": {16: 8}},
         "blip-2": {"image_token_index": 127},
-        "chameleon": {
-            "vocabulary_map": {"<image>": 127, **{f"IMGIMG{'ABCDEFGHIJ'[code]}Z": 100 + code for code in range(8)}}
-        },
+        "chameleon": {"vocabulary_map": {"<image>": 127, **{f"IMGIMG{'ABCDEFGH'[n]}Z": 100 + n for n in range(8)}}},
         "chameleon_vqgan": {"num_embeddings": 8, "resolution": 32, "num_res_blocks": 1},
         "mllama_vision_model": {"intermediate_layers_indices": [0], "vision_output_dim": 128},
-        "deepseek_ocr2_sam_vision_model": {"downsample_channels": [64, 64], "global_attn_indexes": [1]},
+        "deepseek_ocr2_sam_vision_model": TO_SMALL_CHANNELS,
         "emu3": {
             "image_token_id": 127,
             "vocabulary_map": {
@@ -69,33 +66,17 @@ SPECIAL.update(
         "gemma3": {"mm_tokens_per_image": 4},
         "gemma4": {
             "text_config": {"use_bidirectional_attention": "vision"},
-            "vision_config": {"model_type": "gemma4_vision", "pooling_kernel_size": 2} | GEMMA4_TOWER,
+            "vision_config": {"model_type": "gemma4_vision", **GEMMA4_TOWER},
         },
         "gemma4_unified": {
             "text_config": {"use_bidirectional_attention": "vision"},
-            "vision_config": {
-                "model_type": "gemma4_unified_vision",
-                "patch_size": 4,
-                "pooling_kernel_size": 2,
-                "mm_embed_dim": 64,
-                "mm_posemb_size": 16,
-                "output_proj_dims": 64,
-            },
+            "vision_config": {"model_type": "gemma4_unified_vision", **UNIFIED_TOWER},
         },
-        "granite4_vision": {
-            "downsample_rate": "1/2",
-            "deepstack_layer_map": [[0, 1]],
-            "spatial_target_layers": [2],
-            "image_grid_pinpoints": [[16, 32], [32, 16]],
-        },
+        "granite4_vision": TILES
+        | {"downsample_rate": "1/2", "deepstack_layer_map": [[0, 1]], "spatial_target_layers": [2]},
         "internvl_vision": {"image_size": [16, 16], "patch_size": [4, 4]},
         "instructblip": {"image_token_index": 127},
-        "llama4_vision_model": {
-            "projector_input_dim": 64,
-            "projector_output_dim": 64,
-            "vision_output_dim": 64,
-            "intermediate_size": 256,
-        },
+        "llama4_vision_model": {"intermediate_size": 256, **dict.fromkeys(PROJECTED, 64)},
         "llava_next": TILES,
         "llava_next_video": TILES,
         "llava_onevision": TILES,
@@ -110,7 +91,7 @@ SPECIAL.update(
         "sam_vision_model": {"global_attn_indexes": [0]},
         "shieldgemma2": {"mm_tokens_per_image": 4},
         "vipllava": {"vision_feature_layer": [-2, -1, 1]},
-        "unlimited_ocr_sam_vision_model": {"downsample_channels": [64, 64], "global_attn_indexes": [1]},
+        "unlimited_ocr_sam_vision_model": TO_SMALL_CHANNELS,
     }
 )
 
@@ -119,22 +100,6 @@ def square(model: Any, random: Generator) -> Inputs:
     """One image of the tower's size."""
     size = vars(tower(model)).get("image_size", 32)
     return {"pixel_values": pixels(1, 3, *(size if isinstance(size, list | tuple) else (size, size)), random=random)}
-
-
-def in_one_row(model: Any, random: Generator) -> Inputs:
-    """One image of the tower's size, one of several of a row in a batch."""
-    return {"pixel_values": square(model, random)["pixel_values"][None]}
-
-
-def in_tiles(model: Any, random: Generator) -> Inputs:
-    """One image as one tile of a row in a batch."""
-    return {**in_one_row(model, random), "pixel_attention_mask": torch.ones(1, 1, dtype=torch.bool)}
-
-
-def of_two_towers(model: Any, random: Generator) -> Inputs:
-    """One image in two resolutions."""
-    side = model.config.high_res_vision_config.image_size
-    return {**square(model, random), "high_res_pixel_values": pixels(1, 3, side, side, random=random)}
 
 
 def sized(model: Any, random: Generator) -> Inputs:
@@ -159,29 +124,12 @@ def patches(model: Any, random: Generator) -> Inputs:
     return {"pixel_values": rows, "image_grid_thw": torch.tensor([[1, height, width]])}
 
 
-def patches_of_channels(model: Any, random: Generator) -> Inputs:
-    """The patches of one image as small images, with its grid."""
-    inputs, size = patches(model, random), tower(model).patch_size
-    return {**inputs, "pixel_values": inputs["pixel_values"].unflatten(-1, (-1, size, size))}
-
-
-def patches_to_merge(model: Any, random: Generator) -> Inputs:
-    """The patches of one image with its grid, and how many in a row become one feature."""
-    return {**patches(model, random), "image_merge_sizes": torch.tensor([2])}
-
-
 def merged(model: Any, random: Generator) -> Inputs:
     """One image as small images of one feature each, with their grid."""
     height, width = pick([(2, 4), (4, 2), (2, 2)], random)
     side = tower(model).patch_size * tower(model).spatial_merge_size
     tiles = pixels(height * width, side, side, 3, random=random)
     return {"pixel_values": tiles, "image_grid_thw": torch.tensor([[1, height, width]])}
-
-
-def grid_of_two(model: Any, random: Generator) -> Inputs:
-    """The patches of one image with its height and width."""
-    inputs = patches(model, random)
-    return {"pixel_values": inputs["pixel_values"], "image_grid_hw": inputs["image_grid_thw"][:, 1:]}
 
 
 def padded_patches(model: Any, random: Generator) -> Inputs:
@@ -207,10 +155,7 @@ def at_places(model: Any, random: Generator) -> Inputs:
     height, width = pick([(4, 4), (2, 8), (8, 2)], random)
     places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).flip(-1)
     size = tower(model).patch_size if model.config.model_type == "gemma4" else tower(model).model_patch_size
-    return {
-        "pixel_values": torch.rand(1, 16, 3 * size**2, generator=random),
-        "image_position_ids": places[None],
-    }
+    return {"pixel_values": torch.rand(1, 16, 3 * size**2, generator=random), "image_position_ids": places[None]}
 
 
 def pooled(model: Any, random: Generator) -> Inputs:
@@ -222,22 +167,6 @@ def pooled(model: Any, random: Generator) -> Inputs:
         "image_grids": torch.tensor([[2, 2, 0, 0]]),
         "image_num_crops": torch.tensor([1]),
     }
-
-
-def unembedded(model: Any, random: Generator) -> Inputs:
-    """The patches of one image for a model without a tower."""
-    return {"pixel_values": pixels(1, 6, 3 * model.config.patch_size**2, random=random)}
-
-
-def of_two_frames(model: Any, random: Generator) -> Inputs:
-    """The patches of one image, in two equal frames."""
-    size = tower(model).patch_size
-    return {"pixel_values": pixels(4, 1, size, size, 3, random=random).repeat(1, 2, 1, 1, 1)}
-
-
-def with_question(model: Any, random: Generator) -> Inputs:
-    """One image with the question that its features depend on."""
-    return {**square(model, random), "qformer_input_ids": torch.tensor([words(4, random)])}
 
 
 def cross_attended(model: Any, random: Generator) -> Inputs:
@@ -255,34 +184,53 @@ BY_FORM: dict[Maker, str] = {
     square: "aria aya_vision blip-2 chameleon cohere2_vision deepseek_ocr2 deepseek_vl gemma3 git got_ocr2 internvl "
     "janus kosmos-2 llama4 llava ovis2 paligemma pp_chart2table qianfan_ocr shieldgemma2 step3p7 unlimited_ocr "
     "video_llava vipllava",
-    in_one_row: "idefics idefics2 idefics3 smolvlm",
-    in_tiles: "granite_docling",
-    of_two_towers: "deepseek_vl_hybrid",
     sized: "emu3 lighton_ocr mistral3 mistral_large4",
     thumbnail_and_tiles: "granite4_vision llava_next llava_next_video llava_onevision",
     patches: "cohere_compass cosmos3_edge cosmos3_omni dots3_note ernie4_5_vl_moe exaone4_5 glm46v glm4v glm4v_moe "
     "glm5_next glm_ocr glmga hunyuan_vl hyperclovax_vision_v2 lfm3_vl minimax_m3_vl muse_glimmer muse_spark "
     "qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe "
     "qwen4_exp",
-    patches_of_channels: "kimi_k25 paddleocr_vl",
-    patches_to_merge: "video_llama_3",
     merged: "inkling2",
-    grid_of_two: "nemotron_h_omni",
     padded_patches: "lfm2_vl",
     side_by_side: "minicpm_ocr minicpmv4_6 minicpmv4_7",
     at_places: "gemma4 gemma4_unified",
     pooled: "molmo2",
-    unembedded: "fuyu",
-    of_two_frames: "inkling_mm_model",
-    with_question: "instructblip",
     cross_attended: "mllama",
+    # One image of the tower's size, one of several of a row in a batch; the same as one tile; in two resolutions.
+    lambda model, random: {"pixel_values": square(model, random)["pixel_values"][None]}: "idefics idefics2 idefics3 "
+    "smolvlm",
+    lambda model, random: {
+        "pixel_values": square(model, random)["pixel_values"][None],
+        "pixel_attention_mask": torch.ones(1, 1, dtype=torch.bool),
+    }: "granite_docling",
+    lambda model, random: {
+        **square(model, random),
+        "high_res_pixel_values": pixels(1, 3, *[model.config.high_res_vision_config.image_size] * 2, random=random),
+    }: "deepseek_vl_hybrid",
+    # With the question that its features depend on.
+    lambda model, random: {**square(model, random), "qformer_input_ids": torch.tensor([words(4, random)])}: (
+        "instructblip"
+    ),
+    # The patches of one image with its grid, as small images; with how many in a row become one feature; with its
+    # height and width alone; for a model without a tower; in two equal frames.
+    lambda model, random: {
+        name: each.unflatten(-1, (-1, *[tower(model).patch_size] * 2)) if name == "pixel_values" else each
+        for name, each in patches(model, random).items()
+    }: "kimi_k25 paddleocr_vl",
+    lambda model, random: {**patches(model, random), "image_merge_sizes": torch.tensor([2])}: "video_llama_3",
+    lambda model, random: {
+        name.replace("thw", "hw"): each if name == "pixel_values" else each[:, 1:]
+        for name, each in patches(model, random).items()
+    }: "nemotron_h_omni",
+    lambda model, random: {"pixel_values": pixels(1, 6, 3 * model.config.patch_size**2, random=random)}: "fuyu",
+    lambda model, random: {
+        "pixel_values": pixels(4, 1, *[tower(model).patch_size] * 2, 3, random=random).repeat(1, 2, 1, 1, 1)
+    }: "inkling_mm_model",
 }
 MAKERS = {name: maker for maker, names in BY_FORM.items() for name in names.split()}
-JOINED_AT: dict[Maker, int] = {
-    in_one_row: 1,
-    in_tiles: 1,
-    side_by_side: -1,
-}  # the axis of a prompt's images; 0 for others
+# The axis of a prompt's images; 0 for others.
+JOINED_AT = dict.fromkeys(("granite_docling", "idefics", "idefics2", "idefics3", "smolvlm"), 1)
+JOINED_AT |= dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), -1)
 # A prompt of these has one image, or its images are not joined so simply.
 ONE_IMAGE = ("deepseek_ocr2", "git", "idefics", "instructblip", "kosmos-2", "mllama", "molmo2")
 # The tokens around an image, by the names of their fields.
@@ -305,7 +253,8 @@ def prompt_with_images(name: str, model: PreTrainedModel, count: int, seed: int)
         tokens += words(3, random)
     if not images:
         return tokens, None
-    inputs = {key: joined([image[key] for image in images], MAKERS[name], key) for key in images[0]}
+    axis = JOINED_AT.get(name, 0)
+    inputs = {key: torch.cat([image[key] for image in images], axis * key.startswith("pixel")) for key in images[0]}
     return tokens, Images({**inputs, **by_token(model, tokens)}, end)
 
 
@@ -321,11 +270,6 @@ def with_other_pixels(images: Images) -> Images:
 def mark(model: Any, names: tuple[str, ...]) -> list[int]:
     """The token of the first of these fields that a model's configuration has; any other if it has none."""
     return [token for name in names if (token := vars(model.config).get(name)) is not None][:1] or [WORDS]
-
-
-def joined(parts: list[Tensor], maker: Maker, key: str) -> Tensor:
-    axis = JOINED_AT.get(maker, 0) if key.startswith("pixel") else 0
-    return torch.cat(parts, axis)
 
 
 def pixels(*shape: int, random: Generator) -> Tensor:

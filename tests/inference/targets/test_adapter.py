@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from server_run import running
-from tiny_run import build_run, build_target, tiny_recipe
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tiny_run import build_run, build_target, contents, tiny_recipe
+from transformers import AutoModelForCausalLM
 
 from headstart import SpeculativeModel
 from headstart.data_pipelines.features.store import existing_store
 from headstart.heads import target_config
 from headstart.heads.files import HeadFiles
-from headstart.heads.target_config import folder_of, locate_target
+from headstart.heads.target_config import folder_of, locate_target, made_once
 from headstart.inference.doctor.findings import other_target
 from headstart.inference.serve.command import load
 from headstart.inference.serve.options import serve_options
@@ -52,35 +52,49 @@ def adapted(run_folder: Path) -> Recipe:
     return tiny_recipe(run_folder, f"target.adapter={run_folder / 'adapter'}", "train.steps=2", "train.warmup_steps=0")
 
 
-def texts_of_peft(folder: Path, prompts: list[torch.Tensor]) -> list[list[int]]:
-    base = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
-    merged = PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload()
-    return [merged.generate(prompt, max_new_tokens=24, do_sample=False)[0].tolist() for prompt in prompts]
+@pytest.fixture(scope="module", autouse=True)
+def _merged_in_this_process() -> Iterator[None]:
+    """A process of its own takes seconds to import; a slow test has one."""
+
+    def merge(folder: Path, field: str, module: str, paths: list[Path], making: str) -> Path:
+        if not folder.is_dir():
+            merge_adapter(paths[0], paths[1], folder)
+        return folder
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target_config, "made_once", merge)
+        yield
 
 
 def test_texts_of_a_target_with_an_adapter_are_those_of_pefts_merged_model_alone_and_served(run_folder: Path) -> None:
     base, adapter = run_folder / "target", run_folder / "adapter"
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    prompts = [tokenizer(text, return_tensors="pt")["input_ids"] for text in ("the draft", "a tree of", "noise")]
-    expected = texts_of_peft(run_folder, prompts)
+    own: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    merged: Any = PeftModel.from_pretrained(own, adapter).merge_and_unload()
+    prompt = torch.tensor([[60, 61, 62, 70]])
+    expected = merged.generate(prompt, max_new_tokens=16, do_sample=False)[0].tolist()
     fields: list[tuple[dict[str, Any], bool]] = [({"adapter": adapter}, True), ({}, False)]
     for named, is_same in fields:
         model = SpeculativeModel.from_folders(base, dtype="float32", **named)
-        texts: list[Any] = [model.generate(prompt, max_new_tokens=24) for prompt in prompts]
-        assert ([text[0].tolist() for text in texts] == expected) == is_same
-
-    command = ["--target", str(base), "--adapter", str(adapter), "--dtype", "float32"]
+        text: Any = model.generate(prompt, max_new_tokens=16)
+        assert (text[0].tolist() == expected) == is_same
+    command = ["--target", str(base), "--adapter", str(adapter), "--dtype", "float32", "--always-draft"]
     options = serve_options(None, command)
     with running(load(options, ThreadPoolExecutor(1)), options.settings) as server:
-        for prompt, text in zip(prompts, expected, strict=True):
-            body = {"prompt": prompt[0].tolist(), "max_tokens": 24, "temperature": 0, "return_token_ids": True}
-            (answer,) = server.http.post("/v1/completions", json=body).json()["choices"]
-            assert answer["token_ids"] == text[prompt.shape[1] :]
+        body = {"prompt": prompt[0].tolist(), "max_tokens": 16, "temperature": 0, "return_token_ids": True}
+        (answer,) = server.http.post("/v1/completions", json=body).json()["choices"]
+        assert answer["token_ids"] == expected[prompt.shape[1] :]
 
 
-def test_a_store_and_a_head_name_the_adapter_and_are_refused_or_named_without_it(
-    run_folder: Path, adapted: Recipe
-) -> None:
+@pytest.mark.slow
+def test_an_adapter_is_merged_alike_in_a_process_of_its_own(run_folder: Path) -> None:
+    target, adapter = run_folder / "target", run_folder / "adapter"
+    merge_adapter(target, adapter, run_folder / "here")
+    paths = [target, adapter, run_folder / "there"]
+    made_once(run_folder / "there", "target.adapter", "loading", paths, "merging")
+    assert contents(run_folder / "there") == contents(run_folder / "here")
+
+
+def test_a_store_and_a_head_name_the_adapter_and_are_refused_or_named_without_it(run_folder, adapted) -> None:
     bare = folder_of(adapted.target.model_copy(update={"adapter": None}))
     run(adapted)
     store = tiny_recipe(run_folder, f"data.store={adapted.features_dir}")
@@ -91,9 +105,7 @@ def test_a_store_and_a_head_name_the_adapter_and_are_refused_or_named_without_it
     assert not list(other_target(HeadFiles.read(adapted.head_dir), folder_of(adapted.target)))
 
 
-def test_a_dry_run_reads_sizes_without_merging(
-    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_reads_sizes_without_merging(run_folder, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(target_config, "made_once", lambda *arguments: pytest.fail("merged"))
     target, adapter = run_folder / "target", run_folder / "adapter"
     assert locate_target(str(target), files=["config.json"], adapter=adapter) == target
@@ -118,18 +130,14 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("damage", "named"), BROKEN)
-def test_files_that_are_no_adapter_are_named(
-    run_folder: Path, tmp_path: Path, damage: Callable[[Path], object], named: str
-) -> None:
+def test_files_that_are_no_adapter_are_named(run_folder, tmp_path, damage, named) -> None:
     adapter = Path(shutil.copytree(run_folder / "adapter", tmp_path / "adapter"))
     damage(adapter)
     with pytest.raises(ValueError, match=rf"target.adapter: {adapter} given, .*{named}"):
         locate_target(str(run_folder / "target"), adapter=adapter)
 
 
-def test_an_adapter_of_another_size_of_other_modules_or_with_missing_tensors_is_named(
-    run_folder: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_of_another_size_of_other_modules_or_with_missing_tensors_is_named(run_folder, tmp_path) -> None:
     base, wide = run_folder / "target", build_target(tmp_path / "wide", hidden_size=48)
     larger = write_adapter(wide, tmp_path / "larger")
     partial = Path(shutil.copytree(run_folder / "adapter", tmp_path / "partial"))

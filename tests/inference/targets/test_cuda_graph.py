@@ -24,7 +24,7 @@ from headstart.inference.targets.cuda_graph import SpareSteps
 from headstart.inference.targets.model import TargetModel
 
 PROMPTS = [[5, 6, 7, 11], [3], [*range(30)], [9, 9, 1], [40, 41]]
-NEW_TOKENS = [4, 24, 9, 24, 16]  # short texts end first, and then the last row moves into their place
+NEW_TOKENS = [3, 16, 6, 16, 9]  # short texts end first, and then the last row moves into their place
 MIXED = [Sampling(), Sampling(1.0, seed=1), Sampling(0.7, seed=2), Sampling(), Sampling(1.0, seed=3)]
 SHAPES = [Dynamic.chain(3), Dynamic(4, 4, 12), Fixed(((0,), (1,), (0, 0), (0, 1), (0, 0, 0)))]
 
@@ -54,13 +54,7 @@ def verified_trees(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
 @pytest.mark.each_value
 @pytest.mark.parametrize("growth", SHAPES, ids=lambda growth: type(growth).__name__ + str(growth.depth))
 @pytest.mark.parametrize("samplings", [[Sampling()] * 5, [Sampling(1.0, seed=s) for s in range(5)]], ids=["T=0", "T=1"])
-def test_a_row_that_moved_drafts_as_before(
-    target: TargetModel,
-    make_head: HeadFactory,
-    verified_trees: list[list[list[int]]],
-    growth: Dynamic | Fixed,
-    samplings: list[Sampling],
-) -> None:
+def test_a_row_that_moved_drafts_as_before(target, make_head, verified_trees, growth, samplings) -> None:
     """The head's slots from a captured step must move with the row. When they did not, only acceptance suffered."""
     head = make_head()
     if growth.depth == 4:
@@ -74,7 +68,7 @@ def test_a_row_that_moved_drafts_as_before(
     # Near the end of a text the dynamic trees are smaller; until then every node is the same.
     trees = zip(static_trees, verified_trees, strict=True)
     pairs = [(one, other) for one, other in trees if len(one[0]) == len(other[0])]
-    assert len(pairs) > 12
+    assert len(pairs) > 8
     assert all(one == other for one, other in pairs)
 
 
@@ -85,7 +79,7 @@ def test_rows_that_fill_a_captured_batch_up_leave_the_prompt_that_is_being_read_
     drafter = HeadDrafter(make_head(), Dynamic(3, 4, 12))
     loop = DecodeLoop(target, drafter, 5, True, prefill_chunk=4)
     prompts = [[5, 6, 7], [3], [8, 9], [*range(40)], [40, 41]]
-    requests = [Request(prompt, 14, own) for prompt, own in zip(prompts, samplings, strict=True)]
+    requests = [Request(prompt, 12, own) for prompt, own in zip(prompts, samplings, strict=True)]
     rows_while_reading = set()
     for request in requests:
         loop.submit(request)
@@ -98,13 +92,11 @@ def test_rows_that_fill_a_captured_batch_up_leave_the_prompt_that_is_being_read_
     assert [found.tokens for found in loop.generations.values()] == alone
 
 
-def test_rows_that_come_and_go_with_temperatures_of_their_own_share_few_graphs(
-    make_model: ModelFactory, make_head: HeadFactory
-) -> None:
+def test_rows_that_come_and_go_with_temperatures_of_their_own_share_few_graphs(make_model, make_head) -> None:
     """One for each power of two of rows, and for whether any row is sampled."""
-    target = TargetModel(make_model(num_hidden_layers=4), (2, 3, 4))
+    target = TargetModel(make_model(), (0, 1, 2))
     drafter = HeadDrafter(make_head(), Dynamic(3, 4, 12))
-    samplings = [Sampling(0.3 * (number % 4), top_p=1 - 0.1 * (number % 3), seed=number) for number in range(12)]
+    samplings = [Sampling(0.3 * (number % 4), top_p=1 - 0.1 * (number % 3), seed=number) for number in range(9)]
     requests = [Request([5, number], 4 + number, own) for number, own in enumerate(samplings)]
     found = generate_batch(target, requests, drafter, 8, True)
     assert [each.tokens for each in found] == [
@@ -118,11 +110,9 @@ def test_rows_that_come_and_go_with_temperatures_of_their_own_share_few_graphs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_server_captures_next_to_nothing_while_requests_wait(
-    make_model: ModelFactory, make_head: HeadFactory, temperature: float
-) -> None:
+def test_a_server_captures_next_to_nothing_while_requests_wait(make_model, make_head, temperature) -> None:
     """25 requests come and go in 16 rows, whose trees are of all sizes: at most 3 % of the steps capture."""
-    target = TargetModel(make_model(num_hidden_layers=4), (2, 3, 4))
+    target = TargetModel(make_model(), (0, 1, 2))
     drafter = HeadDrafter(make_head(), CostAware(3, 4, 12, SetCosts()), Repeats(4))
     loop, draw = DecodeLoop(target, drafter, 16, True), random.Random(0)
     loop.capture_ahead()
@@ -157,11 +147,8 @@ def test_a_static_step_is_reused_by_the_next_run_that_it_fits(make_model: ModelF
     assert target.singleton(SpareSteps) == [first]
     loop_of(target, [Request(prompt, 10)], static=True)  # a loop that never runs borrows no step
     assert target.singleton(SpareSteps) == [first]
-
-
-def test_growing_prompts_do_not_pile_up_caches(make_model: ModelFactory) -> None:
     target = TargetModel(make_model(max_position_embeddings=4096), ())
-    for length in (10, 300, 600, 900):
+    for length in (10, 300, 600, 900):  # growing prompts do not pile up caches
         generate(target, [1] * length, 2, static=True)
     assert [spare.cache.target.capacity for spare in target.singleton(SpareSteps)] == [1024]
 

@@ -11,7 +11,6 @@ import torch
 from families import make_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared_fixtures import HeadFactory, ModelFactory
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -75,9 +74,7 @@ def test_a_norm_is_transformers_own(gpu: ModuleType, tokens: int, size: int, kin
 @given(
     tokens=st.integers(1, 9), size=st.integers(1, 40), name=st.sampled_from(["silu", "gelu_pytorch_tanh"]), dtype=DTYPES
 )
-def test_a_gate_is_the_activation_of_one_half_times_the_other(
-    gpu: ModuleType, tokens: int, size: int, name: str, dtype: torch.dtype
-) -> None:
+def test_a_gate_is_the_activation_of_one_half_times_the_other(gpu, tokens, size, name, dtype) -> None:
     opened, values = 3 * numbers(tokens, size, dtype=dtype), numbers(tokens, size, dtype=dtype)
     found = gpu.gated(torch.cat([opened, values], dim=-1), name != "silu")
     assert_close(found, ACT2FN[name](opened) * values, **CLOSE[dtype])
@@ -93,13 +90,7 @@ def test_a_gate_is_the_activation_of_one_half_times_the_other(
     dtype=DTYPES,
 )
 def test_a_block_is_normed_rotated_and_stored_as_by_the_layers_own_code(
-    gpu: ModuleType,
-    lengths: list[int],
-    sizes: tuple[int, int, int, int],
-    pending: int,
-    own_rows: bool,
-    kind: Any,
-    dtype: torch.dtype,
+    gpu, lengths, sizes, pending, own_rows, kind, dtype
 ) -> None:
     rows, (block, size, key_heads, group) = len(lengths), sizes
     heads = key_heads * group
@@ -190,9 +181,7 @@ def test_other_rotary_embeddings_norms_and_caps_are_left_to_their_own_code(gpu: 
 
 
 @pytest.mark.parametrize("kernel", ["norm", "gated", "rotate_and_store"])
-def test_a_kernel_that_is_wrong_or_fails_is_left_out_with_a_reason(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, kernel: str
-) -> None:
+def test_a_kernel_that_is_wrong_or_fails_is_left_out_with_a_reason(gpu, monkeypatch, kernel) -> None:
     target, right = joined_target(make_family("llama")), getattr(gpu, kernel)
     for wrong in (lambda *given, **more: right(*given, **more) * 1.1, lambda *given, **more: 1 // 0):
         with monkeypatch.context() as patch:
@@ -203,11 +192,10 @@ def test_a_kernel_that_is_wrong_or_fails_is_left_out_with_a_reason(
     assert fused_types(target.model)
 
 
-def test_texts_by_kernels_are_those_of_the_modules_own_code(
-    gpu: ModuleType, make_model: ModelFactory, make_head: HeadFactory
-) -> None:
+def test_texts_by_kernels_are_those_of_the_modules_own_code(gpu, make_model, make_head) -> None:
     def texts(fuse: bool) -> list[list[int]]:
-        target, head = TargetModel(make_model(num_hidden_layers=4), (2, 3, 4)), make_head()
+        head = make_head()
+        target = TargetModel(make_model(), head.taps)
         join_linears(target.model)
         join_linears(head)
         if fuse:
@@ -235,9 +223,7 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("nodes", [1, 8])
-def test_a_step_of_32_layers_launches_at_most_400_kernels(
-    gpu: ModuleType, make_model: ModelFactory, monkeypatch: pytest.MonkeyPatch, nodes: int
-) -> None:
+def test_a_step_of_32_layers_launches_at_most_400_kernels(gpu, make_model, monkeypatch, nodes) -> None:
     monkeypatch.setattr(attention, "can_attend", lambda *given: False)  # which has no kernel on a GPU
 
     def launches(layers: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from shared_fixtures import HeadFactory, ModelFactory
+from shared_fixtures import ModelFactory
 
 from headstart.heads.kinds.block_attention import Reach
 from headstart.inference.core.cache import Slots
@@ -45,13 +45,13 @@ SAMPLINGS = {
 
 @pytest.fixture(scope="module")
 def on_cpu(make_model: ModelFactory) -> TargetModel:
-    return TargetModel(make_model(), (2, 3, 4, 7))
+    return TargetModel(make_model(num_hidden_layers=7), (0, 1, 2, 7))
 
 
 @pytest.fixture(scope="module")
 def on_gpu(make_model: ModelFactory) -> TargetModel:
-    model: Any = make_model()
-    return fused(TargetModel(model.cuda(), (2, 3, 4, 7)))
+    model: Any = make_model(num_hidden_layers=7)
+    return fused(TargetModel(model.cuda(), (0, 1, 2, 7)))
 
 
 def fused(target: TargetModel) -> TargetModel:
@@ -70,12 +70,7 @@ def _no_warnings() -> Iterator[None]:
 @pytest.mark.parametrize("growth", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("kind", HEADS)
 def test_captured_steps_changing_shapes_and_the_cpu_write_the_same_texts(
-    kind: str,
-    growth: Dynamic | Fixed,
-    samplings: list[Sampling],
-    on_cpu: TargetModel,
-    on_gpu: TargetModel,
-    make_head: HeadFactory,
+    kind, growth, samplings, on_cpu, on_gpu, make_head
 ) -> None:
     if kind == "plain" and growth is not SHAPES["chain"]:
         pytest.skip("plain decoding has no tree")

@@ -67,9 +67,7 @@ def test_a_wrong_path_would_be_seen(gpu: ModuleType) -> None:
     assert not torch.equal(gpu.attention(query, keys, values, wrong, None), right)
 
 
-def test_a_target_on_these_kernels_gives_a_token_the_same_bits_in_every_pass(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_on_these_kernels_gives_a_token_the_same_bits_in_every_pass(gpu, monkeypatch) -> None:
     monkeypatch.setattr(check, "EXACT_TOKENS", 18)
     target = TargetModel(make_family("llama"), ())
     target.passes.by_position = True

@@ -81,46 +81,28 @@ def rows_of(mix: str, count: int) -> list[Sampling]:
 # The pretence
 
 
-READ: dict[str, Callable[[Tensor], object]] = {
-    "item": lambda x: x[0].item(),
-    "branch": lambda x: 1 if (x > 0).any() else 2,
-    "slice": lambda x: x[: x[0]],
-    "copy": Tensor.cpu,
-    "mask": lambda x: x[x > 0],
-    "into the host": lambda x: torch.zeros(3).copy_(x),
-}
-CROSSED: dict[str, Callable[[Tensor], object]] = {
-    "new tensor": lambda x: torch.tensor([1, 2, 3], device=x.device),
-    "copy": lambda x: torch.arange(3).to(x.device),
-    "index": lambda x: x[torch.tensor([1])],
-    "into the device": lambda x: x.clone().copy_(torch.arange(3)),
-}
-FREE: dict[str, Callable[[Tensor], object]] = {
-    "on the device": lambda x: torch.where(x > 0, x, x.new_zeros(()))[x.argmax().view(1)],
-    "number of Python": lambda x: (x + 1).masked_fill(x > 1, 0)[..., -1],
-    "number of the host": lambda x: x * torch.tensor(2),
-}
-WRONG: dict[str, Callable[[Tensor], object]] = {
-    "host": lambda x: x + torch.arange(3),
-    "other card": lambda x: x + x.to(SECOND),
-    "index of another card": lambda x: x[torch.zeros(1, dtype=torch.long, device=SECOND)],
-    "list of tensors": lambda x: torch.cat([x, torch.arange(3)]),
-}
+Work = Callable[[Tensor], object]
+READ: list[Work] = [lambda x: x[0].item(), lambda x: 1 if (x > 0).any() else 2, lambda x: x[: x[0]], Tensor.cpu]
+READ += [lambda x: x[x > 0], lambda x: torch.zeros(3).copy_(x)]
+CROSSED: list[Work] = [lambda x: torch.tensor([1, 2, 3], device=x.device), lambda x: torch.arange(3).to(x.device)]
+CROSSED += [lambda x: x[torch.tensor([1])], lambda x: x.clone().copy_(torch.arange(3))]
+FREE: list[Work] = [
+    lambda x: torch.where(x > 0, x, x.new_zeros(()))[x.argmax().view(1)],
+    lambda x: (x + 1).masked_fill(x > 1, 0)[..., -1],  # numbers of Python
+    lambda x: x * torch.tensor(2),  # a number of the host
+]
+WRONG: list[Work] = [lambda x: x + torch.arange(3), lambda x: x + x.to(SECOND)]
+WRONG += [lambda x: x[torch.zeros(1, dtype=torch.long, device=SECOND)], lambda x: torch.cat([x, torch.arange(3)])]
 
 
-@pytest.mark.parametrize(("works", "reads", "crossings"), [(READ, 1, 0), (CROSSED, 0, 1), (FREE, 0, 0)])
-def test_what_the_host_reads_and_what_is_copied_from_it_is_counted(
-    works: dict[str, Callable[[Tensor], object]], reads: int, crossings: int
-) -> None:
-    for name, work in works.items():
-        with pretended_cuda() as seen, torch.inference_mode():
-            work(torch.arange(3, device=CUDA))
-        assert (sum(seen.reads.values()), sum(seen.crossings.values())) == (reads, crossings), name
-
-
-def test_tensors_of_different_devices_do_not_mix(cuda: Seen) -> None:
-    for work in WRONG.values():
-        with pytest.raises(WrongDevice):
+def test_what_the_host_reads_and_what_is_copied_from_it_is_counted_and_devices_do_not_mix() -> None:
+    for works, reads, crossings in ((READ, 1, 0), (CROSSED, 0, 1), (FREE, 0, 0)):
+        for number, work in enumerate(works):
+            with pretended_cuda() as seen, torch.inference_mode():
+                work(torch.arange(3, device=CUDA))
+            assert (sum(seen.reads.values()), sum(seen.crossings.values())) == (reads, crossings), number
+    for work in WRONG:
+        with pretended_cuda(), pytest.raises(WrongDevice):
             work(torch.arange(3, device=CUDA))
 
 
@@ -133,7 +115,7 @@ def assert_captured(
     """Run a captured step twice, as texts go on: the second time, nothing that CUDA would replay meets the host."""
     head = None if head is None else copy.deepcopy(head).to(CUDA)
     drafter: Drafter = PLAIN if head is None else head_drafter(head, growth)
-    target, rows = TargetModel(make_model().to(CUDA), drafter.taps), len(samplings)
+    target, rows = TargetModel(make_model(num_hidden_layers=7).to(CUDA), drafter.taps), len(samplings)
     step = StaticStep(target, drafter, target.passes.new_cache(100, drafter.cache_shape, rows, static=True))
     sampling = BatchSampling(samplings, CUDA)
     for turn in range(2):
@@ -169,9 +151,7 @@ def assert_captured(
         ],
     ),
 )
-def test_no_captured_step_waits_for_anything(
-    make_model: ModelFactory, make_head: HeadFactory, cuda: Seen, name: str | None, growth: str, mix: str, rows: int
-) -> None:
+def test_no_captured_step_waits_for_anything(make_model, make_head, cuda, name, growth, mix, rows) -> None:
     head = None if name is None else make_head(**HEADS[name])
     assert_captured(cuda, make_model, head, GROWTHS[growth], rows_of(mix, rows))
 
@@ -205,7 +185,7 @@ DRAFTERS: dict[str, Build] = {
     "prompt lookup": lambda *_: Lookup(Growth(4, 2, 8)),
     "draft model": with_draft_model,
 }
-TAPS = (2, 3, 4, 7)  # for all heads: a target may give more than a head reads
+TAPS = (0, 1, 2, 7)  # for all heads: a target may give more than a head reads
 PROMPTS = ([5, 6, 7, 11], [3], [9, 9, 1] * 6, [40, 41])
 # What may wait for a device: the outcome of a step, a new row, what a request asks for, trials of each target, and
 # transformers at a prompt without a mask. `elsewhere` are the suite's own checks.
@@ -221,7 +201,7 @@ ON_THE_HOST = {  # drafters that look for repetitions there, and for the noise o
 def decoded(
     make_model: ModelFactory, make_head: HeadFactory, name: str, mix: str, cards: int, static: bool | None = None
 ) -> list[Generation]:
-    model = make_model()
+    model = make_model(num_hidden_layers=7)
     model = on_two_cards(model) if cards == 2 else model.to(CUDA) if cards else model
     target = TargetModel(model, TAPS)
     drafter = DRAFTERS[name](target, make_model, make_head)
@@ -275,7 +255,8 @@ def test_all_drafters_write_on_pretended_cards_what_they_write_on_the_cpu(
 
 def test_a_target_on_two_cards_gives_the_states_that_the_cpu_gives(make_model: ModelFactory, cuda: Seen) -> None:
     texts = [[1, 2, 3], [4] * 9, [5, 6]]
-    wanted, found = (tap(TargetModel(model, TAPS), texts) for model in (make_model(), on_two_cards(make_model())))
+    here, spread = make_model(), on_two_cards(make_model())
+    wanted, found = (tap(TargetModel(model, (0, 1, 2)), texts) for model in (here, spread))
     assert found.taps.device == found.last_hidden.device == CUDA
     states = (found.taps.cpu(), found.last_hidden.cpu()), (wanted.taps, wanted.last_hidden)
     assert_close(*states, rtol=1e-3, atol=1e-3)  # on a GPU the texts are padded to a multiple of 64 tokens
@@ -353,9 +334,7 @@ MAY_WAIT_IN_TRAINING |= {"train_step", "clip_and_step", "held_out_metrics"}
 
 
 @pytest.mark.parametrize("name", slow_unless(["eagle3, packed"], TRAINED))
-def test_every_head_trains_on_a_pretended_card_as_on_the_cpu(
-    make_head: HeadFactory, frozen: FrozenTarget, name: str
-) -> None:
+def test_every_head_trains_on_a_pretended_card_as_on_the_cpu(make_head, frozen, name) -> None:
     wanted, metrics = trained(make_head, frozen, name, torch.device("cpu"))
     with pretended_cuda() as cuda:
         result, measured = trained(make_head, frozen, name, CUDA)

@@ -1,8 +1,8 @@
 """Laws of targets that ranks hold together: split by tensor parallelism, they give what one process gives."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +11,14 @@ from launches import finish, launch, launch_module
 from tiny_run import assert_same_sample, tiny_recipe
 from transformers import GPT2Config, LlamaConfig
 
+from headstart.data_pipelines.features.features import tap
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.features.store import verify
-from headstart.data_pipelines.harvest import harvest
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import draft_vocab, new_head, save_head
+from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.ranks import refuse_split
-from headstart.recipes import Recipe
+from headstart.recipes.schema import TargetSection
 from headstart.trainers.parallel.launch import refuse_lone_decoding
 
 TENSOR = "target.split=tensor"
@@ -45,9 +46,7 @@ def test_ranks_that_share_a_target_harvest_what_one_process_harvests(harvested: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("growth", ["dynamic", "cost_aware"])
-def test_drafting_with_a_head_for_a_shared_target_leaves_its_text_the_same(
-    harvested: Path, tmp_path: Path, growth: str
-) -> None:
+def test_drafting_with_a_head_for_a_shared_target_leaves_its_text_the_same(harvested, tmp_path, growth) -> None:
     """Where growth weighs step times, those of rank 0 decide: by clocks of their own, ranks would wait for ever."""
     recipe = tiny_recipe(harvested)
     frozen = FrozenTarget.from_folder(harvested / "target", torch.float32)
@@ -79,12 +78,13 @@ def test_every_family_has_the_same_states_and_text_on_ranks_as_alone(tmp_path: P
             assert error < 1e-5, name
 
 
-def test_one_process_loads_a_target_meant_for_ranks_whole(harvested: Path, tmp_path: Path) -> None:
-    harvest(tiny_recipe(harvested, "target.split=tensor", f"run_dir={tmp_path}"))
-    assert_same_harvest(tmp_path, harvested / "run")
-
-
-# Refusals
+def test_one_process_loads_a_target_meant_for_ranks_whole(target_folder: Path) -> None:
+    section = TargetSection(path=str(target_folder), dtype="float32", device="cpu")
+    sections = section.model_copy(update={"split": "tensor"}), section
+    shared, alone = (TargetModel.load(each, (1,)) for each in sections)
+    found = list[Any]()
+    shared.ranks.carry_out(lambda texts: tap(shared, texts), lambda ask: found.append(ask([[5, 6, 7]])))
+    assert found[0].taps.equal(tap(alone, [[5, 6, 7]]).taps)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(4, 2, 4), (4, 4, 3), (6, 3, 2)])
@@ -95,12 +95,9 @@ def test_attention_heads_that_ranks_cannot_share_evenly_are_refused(heads: int, 
         refuse_split(config, ranks)
 
 
-def test_a_family_without_a_tensor_parallel_plan_is_refused() -> None:
+def test_a_family_without_a_plan_and_decoding_on_the_main_rank_alone_are_refused(make_recipe) -> None:
     with pytest.raises(ValueError, match=r"no plan for a 'gpt2' model; choose layers"):
         refuse_split(GPT2Config(), 2)
-
-
-def test_decoding_on_the_main_rank_alone_is_refused(make_recipe: Callable[..., Recipe]) -> None:
     recipe = make_recipe("run", "target.split=tensor", "train.eval_prompts=2")
     refuse_lone_decoding(recipe, 1)
     refuse_lone_decoding(make_recipe("run", "target.split=tensor"), 2)
