@@ -25,7 +25,7 @@ TEMPLATE = (
 )
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 TEXT: dict[str, Any] = {
-    **{**GROUPED, "num_hidden_layers": 3, "initializer_range": 0.3, "eos_token_id": ENDS},
+    **{**GROUPED, "num_hidden_layers": 6, "initializer_range": 0.3, "eos_token_id": ENDS},
     **{"tie_word_embeddings": False, "rope_parameters": ROPE},
 }
 TOWER: dict[str, Any] = {

@@ -227,7 +227,7 @@ def gemma3() -> Made:
     marks = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<soft>"}
     tokenizer = tokenizer_with([*marks.values()], "<boi>", **marks)
     begin, end, soft = tokenizer.convert_tokens_to_ids([*marks.values()])
-    layers = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 16}
+    layers = {"layer_types": ["sliding_attention", "full_attention", "full_attention"] * 2, "sliding_window": 16}
     config = AutoConfig.for_model(
         "gemma3",
         text_config={**LANGUAGE, **layers, "vocab_size": len(tokenizer)},
