@@ -12,7 +12,7 @@ import torch
 from families import make_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared_fixtures import TAPS, HeadFactory, ModelFactory
+from shared_fixtures import HeadFactory, ModelFactory
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing import assert_close
@@ -217,7 +217,8 @@ def test_captured_steps_without_logits_write_the_same_texts(
     monkeypatch.setattr(model, "fuse_where_right", lambda passes: (set(), {}))
 
     def texts(fuse: bool) -> list[list[int]]:
-        target, head = TargetModel(make_model(num_hidden_layers=4), TAPS), make_head()
+        head = make_head()
+        target = TargetModel(make_model(), head.taps)
         if fuse:
             join_linears(target.model)
             target.fuse_small_operations()
