@@ -28,7 +28,7 @@ from headstart.inference.targets.attention import cudnn_attention
 from headstart.inference.targets.model import TargetModel
 
 SPARE_STEPS_MAX = 6  # for later runs, each with its cache and graphs
-GRAPHS_MAX = 128  # of one step, by shapes and form of sampling; the least recently used are dropped
+GRAPHS_MAX = 192  # of one step, by shapes and form of sampling; the least recently used are dropped
 REACH_MIN = 512  # slots that a captured step attends to
 
 
