@@ -55,10 +55,10 @@ class CapturedDrafter(Drafter, Protocol):
     """A drafter with static shapes."""
 
     def shapes(self) -> Sequence["CapturedDrafter"]:
-        """What may draft in a step: itself, if its trees have one shape and the host adds nothing to them."""
+        """The drafters of all shapes: itself, if its trees have one shape and the host adds nothing to them."""
 
     def planned(self, verified: VerifiedOnHost) -> tuple["CapturedDrafter", int | None]:
-        """What of these drafts in the next step, and how many of its draft tokens are verified; None for all.
+        """The one of these that drafts in the next step, and how many of its draft tokens are verified; None for all.
 
         If fewer than all are, its nodes are in the order of their chances.
         """

@@ -14,7 +14,7 @@ from torch.nn import functional
 from headstart.inference.core.cache import Slots
 
 HOST_MASK_NODES_MAX = 64  # of all rows together; up to these the host is faster
-BLOCK_TOKENS_MAX = 128  # of a row, in a step; kernels that read no mask are not for prompts
+BLOCK_TOKENS_MAX = 128  # tokens of a row in a step; prompts are longer, and their attention needs masks
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def size_bucket(nodes: int) -> int:
 
 @dataclass(frozen=True)
 class VisibleKeys:
-    """What a block attends to, for kernels that read no mask over all keys: the held tokens, and some pending ones."""
+    """The keys that a block attends to, for kernels without a mask over all keys: held tokens and some pending ones."""
 
     starts: Int[Tensor, " rows"]  # tokens that the slots hold
     visible: Bool[Tensor, "_ block pending"]  # one row may stand for all
@@ -240,7 +240,7 @@ class VisibleKeys:
 
 
 def keys_of(mask: object) -> VisibleKeys | None:
-    """What a stand-in for a mask carries; None for masks."""
+    """The keys that a stand-in for a mask carries; None for masks."""
     return vars(mask).get("keys") if isinstance(mask, Tensor) else None
 
 

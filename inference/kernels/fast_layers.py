@@ -254,7 +254,7 @@ def is_usual(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def offset_of(module: nn.Module) -> float | None:
-    """What an RMS norm adds to its weight: 0, or 1 as Gemma's; None for other formulas. It is tried."""
+    """The number that an RMS norm adds to its weight, found by trial: 0, or 1 as in Gemma; None for other formulas."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 1 or epsilon(module) is None:
         return None
@@ -262,7 +262,7 @@ def offset_of(module: nn.Module) -> float | None:
     wanted: Tensor = module(hidden)
     plain = functional.rms_norm(hidden, weight.shape, None, epsilon(module))
     for offset in (0.0, 1.0):
-        computed = (offset + weight) * plain
+        computed = (offset + weight.float()) * plain
         if wanted.shape == computed.shape and torch.allclose(wanted.float(), computed, rtol=1e-5, atol=1e-6):
             return offset
     return None

@@ -75,9 +75,7 @@ class Passes:
         self.offset = 0  # of the last images, as in `Slots.offsets`
         self.decodes_after_images = False  # whether a trial found so
         self.by_position = False  # masks say where the keys of each position lie
-        self.by_block = (
-            False  # steps have no masks over all keys: a kernel of ours reads which pending keys are visible
-        )
+        self.by_block = False  # masks of steps carry the keys that each token sees, for a kernel of ours
         self.layout: CacheLayout
         self.method: DecodingMethod
         self.hidden: dict[int, Tensor] = {}  # what the hooks have left of the last pass, by tap

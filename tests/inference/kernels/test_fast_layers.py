@@ -9,6 +9,8 @@ import torch
 from shared_fixtures import ModelFactory
 from torch import Tensor, nn
 from torch.testing import assert_close
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from headstart.heads.kinds.block import BlockHead
 from headstart.heads.kinds.checkpoint import load_head_for, new_head, save_head
@@ -16,7 +18,7 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.request import Request
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.kernels import products
+from headstart.inference.kernels import offset_of, products
 from headstart.inference.kernels.fast_layers import (
     Fused,
     JointLinear,
@@ -326,3 +328,12 @@ def test_a_packed_mamba_had_no_weight_where_its_own_code_reads_one() -> None:
     assert pack_weights(module, exact=True)
     torch.testing.assert_close(module(inputs), wanted)
     assert isinstance(module.called, PackedLinear)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_norm_of_gemma_was_not_known_in_bfloat16(dtype: torch.dtype) -> None:
+    """1 + weight is rounded there, unless it is computed in float32, as Gemma does."""
+    for kind, offset in ((LlamaRMSNorm, 0.0), (Gemma3RMSNorm, 1.0)):
+        norm = kind(64).to(dtype)
+        norm.weight.data = torch.linspace(-0.7, 0.9, 64).to(dtype)
+        assert offset_of(norm) == offset
