@@ -141,14 +141,26 @@ class Slots:
         self.pending += count
         self._index = {}
 
-    def set_lengths(self, lengths: list[int]) -> None:
-        """Set which rows are in use and how many tokens each holds. Later slots count as empty."""
-        if lengths != self.lengths or self.static:  # `shift` may have changed them on the device alone
+    def set_lengths(self, lengths: list[int], starts: Int[Tensor, " rows"] | None = None) -> None:
+        """Set which rows are in use and how many tokens each holds. Later slots count as empty.
+
+        `starts` are the lengths on the device, for a host that knows only that they are at most `lengths`.
+        """
+        if starts is not None:
+            self._starts[: len(lengths)].copy_(starts)
+        elif lengths != self.lengths or self.static:  # `shift` may have changed them on the device alone
             if len(lengths) == len(self.starts) == 1 and not self.static:
                 self.starts.fill_(lengths[0])
             else:
                 self._starts[: len(lengths)].copy_(torch.tensor(lengths, dtype=torch.long), non_blocking=True)
         self.lengths = list(lengths)
+        self.reset()
+
+    def set_rows(self, lengths: list[int], rows: int) -> None:
+        """Take as many rows into use as there are `lengths`, of which the first `rows` stay as they are."""
+        if rows < len(lengths):
+            self._starts[rows : len(lengths)].copy_(torch.tensor(lengths[rows:]), non_blocking=True)
+        self.lengths = lengths
         self.reset()
 
     def reset(self) -> None:
@@ -187,16 +199,22 @@ class Slots:
                 row[..., start + first : start + longest, :] = moved
                 bytes_moved += moved.nbytes
         elif first < longest:
-            padded = torch.tensor([[*path, *range(len(path), longest)] for path in paths])[:, first:]
-            source = self.starts[:, None] + padded.to(self.device, non_blocking=True)
-            goal = self.starts[:, None] + torch.arange(first, longest, device=self.device)
-            rows = torch.arange(len(paths), device=self.device)[:, None]
-            for storage in self.storages:
-                of, to, at = (index.to(storage.device) for index in (source, goal, rows))
-                moved = storage[:, :, at, :, of]  # [batch, moved, layers, 2, kv_heads, head_dim]
-                storage[:, :, at, :, to] = moved
-                bytes_moved += moved.nbytes
+            padded = torch.tensor([[*path, *range(len(path), longest)] for path in paths])
+            bytes_moved = self.move_nodes(padded.to(self.device, non_blocking=True), first)
         self.advance([len(path) for path in paths])
+        return bytes_moved
+
+    def move_nodes(self, paths: Int[Tensor, "rows longest"], first: int = 1) -> int:
+        """`keep` without committing: moves the nodes of the paths from their place `first` on; returns the bytes."""
+        bytes_moved, (count, longest) = 0, paths.shape
+        source = self.starts[:, None] + paths[:, first:]
+        goal = self.starts[:, None] + torch.arange(first, longest, device=self.device)
+        rows = torch.arange(count, device=self.device)[:, None]
+        for storage in self.storages:
+            of, to, at = (index.to(storage.device) for index in (source, goal, rows))
+            moved = storage[:, :, at, :, of]  # [batch, moved, layers, 2, kv_heads, head_dim]
+            storage[:, :, at, :, to] = moved
+            bytes_moved += moved.nbytes
         return bytes_moved
 
     def row(self, number: int) -> "Slots":

@@ -1,6 +1,7 @@
 """The interface of every drafter: it proposes trees of draft tokens, which `inference.engine.loop` verifies."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
@@ -10,6 +11,19 @@ from headstart.inference.core.cache import KVCache
 from headstart.inference.core.cache_memory import Shape
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Everything that the cost of a step depends on, except the tree."""
+
+    context: int  # positions of the longest row
+    batch: int
+    greedy: bool  # all rows are
+
+    @classmethod
+    def of(cls, verified: VerifiedOnHost) -> "Situation":
+        return cls(max(row.end for row in verified.rows), len(verified.rows), verified.sampling.all_greedy)
 
 
 @runtime_checkable  # the shape checks in tests use isinstance
@@ -54,10 +68,14 @@ class Drafter(Protocol):
 class CapturedDrafter(Drafter, Protocol):
     """A drafter with static shapes."""
 
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host adds to its trees."""
+
     def shapes(self) -> Sequence["CapturedDrafter"]:
         """The drafters of all shapes: itself, if its trees have one shape and the host adds nothing to them."""
 
-    def planned(self, verified: VerifiedOnHost) -> tuple["CapturedDrafter", int | None]:
+    def planned(self, at: Situation) -> tuple["CapturedDrafter", int | None]:
         """The one of these that drafts in the next step, and how many of its draft tokens are verified; None for all.
 
         If fewer than all are, its nodes are in the order of their chances.

@@ -2,10 +2,12 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from headstart.inference.core.cache import Slots
 from headstart.inference.core.constraint import ConstraintState, LevelConstraint
@@ -52,9 +54,18 @@ def verify(
 
 def accept(tree: Tree, choices: Int[Tensor, "batch nodes"]) -> list[Accepted]:
     """Follow each row's choices from the root; the first choice that was not drafted is the bonus token."""
-    # One transfer for everything: the only host sync of a decode step.
+    return accepted_of(stacked(tree, choices).tolist())  # one transfer for everything: the only host sync of a step
+
+
+def stacked(tree: Tree, choices: Int[Tensor, "batch nodes"]) -> Int[Tensor, "batch 3 nodes"]:
+    """All that `accepted_of` reads."""
+    return torch.stack([tree.tokens, tree.parents, choices], dim=1)
+
+
+def accepted_of(rows: list[list[list[int]]]) -> list[Accepted]:
+    """The accepted path of each row, from its `stacked` tokens, parents and choices."""
     accepted = []
-    for tokens, parents, chosen in torch.stack([tree.tokens, tree.parents, choices], dim=1).tolist():
+    for tokens, parents, chosen in rows:
         if len(tokens) == 1:  # the root alone: hundreds of rows may decode plainly together
             accepted.append(Accepted([0], chosen, 0, chosen, tokens, parents))
             continue
@@ -65,6 +76,36 @@ def accept(tree: Tree, choices: Int[Tensor, "batch nodes"]) -> list[Accepted]:
         taken = [chosen[node] for node in path]
         accepted.append(Accepted(path, taken, count_drafted(parents), chosen, tokens, parents))
     return accepted
+
+
+class Followed(NamedTuple):
+    """Accepted paths on the device. Beyond a row's own path there is anything."""
+
+    paths: Int[Tensor, "batch longest"]  # the accepted nodes, root first
+    tokens: Int[Tensor, "batch longest"]  # the target's choice at each of them; the bonus token is last
+    counts: Int[Tensor, " batch"]  # accepted nodes
+
+    @property
+    def bonus(self) -> Int[Tensor, "batch 1"]:
+        """The last token of each row: the root of its next tree."""
+        return self.tokens.gather(1, self.counts.unsqueeze(1) - 1)
+
+
+def follow(tree: Tree, choices: Int[Tensor, "batch nodes"], longest: int) -> Followed:
+    """`accept` for a captured step, whose host reads nothing. No path has more than `longest` nodes."""
+    rows, nodes = tree.shape
+    paths = torch.arange(longest, device=choices.device).expand(rows, -1)
+    if nodes == 1:
+        return Followed(paths, choices, torch.ones_like(choices[:, 0]))
+    wrong = (choices.gather(1, tree.parents.clamp(min=0)) != tree.tokens) | (tree.parents < 0)
+    children = tree.tokens + (tree.parents << 32)
+    wrong |= (children.unsqueeze(2) == children.unsqueeze(1)).triu(1).any(-1)  # of equal siblings, the last one counts
+    wrong[:, 0] = False
+    accepted = ~(tree.ancestors & wrong.unsqueeze(1)).any(-1)
+    places = tree.depths.masked_fill(~accepted, longest)
+    numbers = torch.arange(nodes, device=choices.device).expand(rows, -1)
+    paths = functional.pad(paths, (0, 1)).scatter(1, places, numbers)[:, :-1]
+    return Followed(paths, choices.gather(1, paths), accepted.sum(1))
 
 
 def count_drafted(parents: list[int]) -> int:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
+from headstart.inference.core.drafter import Situation
 from headstart.inference.core.tree import Tree, size_bucket
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.growth import ByChance, GrowthPolicy, Pool
@@ -98,19 +99,6 @@ def extrapolated(
     """Linear between the sizes, and beyond the largest one as between the last two."""
     slope = (values[-1] - values[-2]) / (sizes[-1] - sizes[-2])
     return numpy.interp(at, sizes, values) + slope * numpy.maximum(at - sizes[-1], 0)
-
-
-@dataclass(frozen=True)
-class Situation:
-    """Everything that the cost of a step depends on, except the tree."""
-
-    context: int  # positions of the longest row
-    batch: int
-    greedy: bool  # all rows are
-
-    @classmethod
-    def of(cls, verified: VerifiedOnHost) -> "Situation":
-        return cls(max(row.end for row in verified.rows), len(verified.rows), verified.sampling.all_greedy)
 
 
 @dataclass(frozen=True)
@@ -197,7 +185,9 @@ class CostAware(GrowthPolicy):
     def __init__(self, depth: int, width: int, nodes: int, costs: CostTable) -> None:
         self.depth, self.width, self.nodes, self.costs = depth, width, nodes, costs
         self.depths = [level for level in range(1, depth) if level == size_bucket(level)] + [depth]
-        self.surveyed: tuple[Tensor, Tensor] | None = None  # the chances and depths of nodes in order, until they count
+        # The chances and depths of nodes in order, on their way to the host and there.
+        self.coming: tuple[Tensor, Tensor] | None = None
+        self.surveyed: tuple[Tensor, Tensor] | None = None
         # Expected tokens of the best tree by depth, and by its number of draft tokens.
         self.known: dict[int, NDArray[numpy.float64]] = {}
         self.shape = depth, nodes  # that the last plan chose
@@ -207,10 +197,10 @@ class CostAware(GrowthPolicy):
         # Plain numbers: there are few, and the policy itself must be fast on every level.
         self.levels_done: list[list[list[float]]] = []  # by level, then row: the chances of the nodes
 
-    def planned(self, verified: VerifiedOnHost) -> tuple[GrowthPolicy, int | None]:
+    def planned(self, at: Situation) -> tuple[GrowthPolicy, int | None]:
         """The depth, of few, and the size for which earlier steps let expect the most tokens per second."""
         self._learn()
-        self.levels(verified)
+        self._look_up(at)
         self.rate = 0.0
         if self.known:
             sizes = {min((1 << power) - 1, self.nodes) for power in range(1, self.nodes.bit_length() + 1)}
@@ -237,14 +227,15 @@ class CostAware(GrowthPolicy):
 
     def observe(self, tree: Tree) -> None:
         if tree.deepest == self.depth and tree.log_chances is not None:
-            self.surveyed = tree.log_chances.clone(), tree.depths[:, 1:]
+            chances, depths = (each.to("cpu", non_blocking=True) for each in (tree.log_chances, tree.depths[:, 1:]))
+            self.coming = chances, depths
 
     def _learn(self) -> None:
-        """Count the chances of the last survey; on a GPU they are there by now."""
-        if self.surveyed is None:
+        """Count the chances of the survey before the last step, which may not have ended yet."""
+        found, self.surveyed, self.coming = self.surveyed, self.coming, None
+        if found is None:
             return
-        chances, depths = (each.cpu().double().numpy() for each in self.surveyed)
-        self.surveyed = None
+        chances, depths = (each.double().numpy() for each in found)
         for depth in self.depths:
             best = -numpy.sort(-numpy.exp(chances) * (depths <= depth), axis=1)
             tokens = 1 + best.cumsum(axis=1).mean(axis=0)
@@ -253,10 +244,13 @@ class CostAware(GrowthPolicy):
 
     def levels(self, verified: Verified) -> int:
         assert isinstance(verified, VerifiedOnHost)
-        self.now = self.costs.now(Situation.of(verified))
-        self.verify_costs = verify_costs(self.now, self.nodes)
+        self._look_up(Situation.of(verified))
         self.levels_done = []
         return verified.levels(self.depth)
+
+    def _look_up(self, at: Situation) -> None:
+        self.now = self.costs.now(at)
+        self.verify_costs = verify_costs(self.now, self.nodes)
 
     def continues(self, pool: Pool) -> bool:
         """Whether the best tree with another level would beat the best one without it."""

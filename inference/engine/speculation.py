@@ -2,10 +2,10 @@
 
 import numpy
 
-from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.drafter import Drafter, Situation
 from headstart.inference.core.verify import Accepted
 from headstart.inference.drafters.build import load_costs
-from headstart.inference.drafters.costs import CostTable, Situation
+from headstart.inference.drafters.costs import CostTable
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection
 

@@ -9,18 +9,19 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from headstart.inference.core.constraint import ConstraintState, masked_tree
+from headstart.inference.core.drafter import Situation
 from headstart.inference.core.gumbel import GumbelTable
 from headstart.inference.core.history import History
 from headstart.inference.core.request import EmittedTokens, Request, Sequence, TokenScores
 from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.side_by_side import Part
 from headstart.inference.core.tree import Tree, first_path, padded_rows, take
-from headstart.inference.core.verify import Accepted, VerifiedOnHost, VerifiedRow, accept, verify
-from headstart.inference.drafters.costs import CostAware, Drafted, Situation
+from headstart.inference.core.verify import Accepted, VerifiedOnHost, VerifiedRow, accepted_of, stacked, verify
+from headstart.inference.drafters.costs import CostAware, Drafted
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.batch import CATCH_UP_POSITIONS, Batch
 from headstart.inference.engine.speculation import SpeculationByLoad
-from headstart.inference.targets.cuda_graph import StepOutput
+from headstart.inference.targets.cuda_graph import StaticStep, StepOutput
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.passes import TargetOutput
 
@@ -28,23 +29,21 @@ READ_WITH_DRAFT_MAX = 8  # missed positions that the drafter reads with its next
 
 
 class InFlight:
-    """A plain captured step that the host has not read yet. The next one may be launched before."""
+    """A captured step that the host has not read yet. The next one may be launched before."""
 
-    def __init__(self, output: StepOutput) -> None:
-        # Copies, as the next step overwrites what a captured one leaves.
-        self.choices, self.taps, self.logits = output.choices.clone(), output.taps.clone(), output.logits
-        self.tokens, self.copied = self.choices, None
-        if torch.cuda.is_available():
-            self.tokens = torch.empty(self.choices.shape, dtype=self.choices.dtype, pin_memory=True)
-            self.tokens.copy_(self.choices, non_blocking=True)
-            self.copied = torch.cuda.Event()
+    def __init__(self, output: StepOutput, drafted: Drafted | None) -> None:
+        self.output, self.drafted = output.copied(), drafted
+        # One transfer for everything: the only host sync of a decode step.
+        self.on_host = stacked(output.tree, output.choices).to("cpu", non_blocking=True)
+        self.copied = torch.cuda.Event() if torch.cuda.is_available() else None
+        if self.copied is not None:
             self.copied.record()
 
     def read(self) -> list[Accepted]:
         """Wait for the step, but not for a later one."""
         if self.copied is not None:
             self.copied.synchronize()
-        return [Accepted([0], tokens, 0) for tokens in self.tokens.tolist()]
+        return accepted_of(self.on_host.tolist())
 
 
 class DecodeStep:
@@ -59,7 +58,6 @@ class DecodeStep:
         if isinstance(growth, CostAware):
             self.costs = growth.costs
         self.drafts = False  # whether the next step, or else the last one, drafts for any row
-        self.drafted: Drafted | None = None  # the tree of the current or last step; None without draft tokens
         self.gumbel_table: GumbelTable | None = None  # noise of the last step that the next one may use again
         self._changes = 0  # the batch's count of changes for which the following were made:
         self.sampling: BatchSampling
@@ -85,80 +83,122 @@ class DecodeStep:
         `parts` of prompts share the target's pass of a step without drafts. If it `may_run_ahead`, the tokens of a
         plain captured step are read later.
         """
-        started, self.drafted = time.perf_counter(), None
-        others: list[TargetOutput] = []
-        if may_run_ahead and self.is_captured and not (self.drafts or self.with_logits or self._some_end_next()):
-            self._launch(self._roots())
-            return [], []
-        output: StepOutput | TargetOutput
+        started, others = time.perf_counter(), list[TargetOutput]()
+        if self.is_captured:
+            assert not parts
+            self._launch()
+            if may_run_ahead and self._runs_ahead():
+                return [], []
+            return self.catch_up(started), []
+        drafted = None
         if self.drafts:
             assert not parts
-            output, accepted = self._draft_and_verify()
+            output, accepted, drafted = self._draft_and_verify()
         else:
             output, accepted, others = self._verify_roots(parts)
         bytes_moved = self.batch.cache.keep([each.path for each in accepted], [each.nodes for each in accepted])
-        blocks = self._record(accepted, output, bytes_moved)
-        if self.costs is not None:
-            seconds = time.perf_counter() - started
-            if self.drafted is not None:
-                self.costs.observe(self.drafted, seconds)
-            elif not self.drafts and not parts:
-                self.costs.observe_plain(self._situation(), seconds)
+        paths = padded_rows([each.path for each in accepted]).to(self.target.device, non_blocking=True)
+        blocks = self._record(accepted, take(output.taps, paths), output.logits, paths, bytes_moved)
+        if not parts:
+            self._observe_costs(drafted, started)
         return blocks, others
 
     def goes_on(self) -> bool:
-        """Whether another plain step follows the one in flight for the same rows: none drafts, or ends by its length.
+        """Whether another step follows the one in flight for the same rows: alike, in the same slots, and none may end.
 
         Call it once before each step.
         """
-        return not self._some_end_next() and not self._may_draft()
+        assert self.in_flight is not None
+        batch, most = self.batch, self.in_flight.output.longest
+        has_room = batch.cache.target.capacity >= batch.limit
+        return has_room and all(row.left > most for row in batch.rows) and self._may_draft() == self.drafts
 
     def run_ahead(self) -> list[EmittedTokens]:
-        """Launch the next plain step, then read the one in flight; returns the new tokens of that one."""
+        """Launch the next step, then read the one in flight; returns the new tokens of that one."""
         started, last = time.perf_counter(), self.in_flight
         assert last is not None
-        self._make_room()
-        self._launch(last.choices)
-        blocks = self._read(last)
-        if self.costs is not None:
-            self.costs.observe_plain(self._situation(), time.perf_counter() - started)
+        held = self.batch.cache.target.lengths
+        self._launch(last)
+        blocks, lengths = self._read(last, held)
+        self.batch.cache.target.lengths = lengths  # they are on the device
+        self._observe_costs(last.drafted, started)
         return blocks
 
-    def catch_up(self) -> list[EmittedTokens]:
+    def catch_up(self, started: float | None = None) -> list[EmittedTokens]:
         """Read the step in flight; rows that had ended before it take no tokens of it."""
-        last, self.in_flight, batch = self.in_flight, None, self.batch
+        last, self.in_flight, slots = self.in_flight, None, self.batch.cache.target
         assert last is not None
-        blocks = self._read(last)
-        held = zip(batch.rows, batch.cache.target.lengths, strict=True)
-        batch.cache.target.set_lengths([len(row.text) - 1 if row.ended else length for row, length in held])
+        blocks, lengths = self._read(last, slots.lengths)
+        slots.set_lengths(lengths)
+        if started is not None:
+            self._observe_costs(last.drafted, started)
         return blocks
 
     def forget_flight(self) -> None:
         """Let the step in flight be run again."""
-        if self.in_flight is not None:
-            self.in_flight, slots = None, self.batch.cache.target
-            slots.set_lengths([length - 1 for length in slots.lengths])
+        self.in_flight = None
 
-    def _launch(self, roots: Int[Tensor, "rows 1"]) -> None:
-        batch = self.batch
-        assert batch.static is not None
-        output = batch.static.verify(Tree.root_only(roots), self.sampling, held=batch.held_after_rows)
-        batch.cache.keep([[0]] * len(batch.rows), [])
-        self.in_flight = InFlight(output)
+    def _launch(self, last: InFlight | None = None) -> None:
+        """Launch a captured step: after one that the host has not read, or else from what the host knows."""
+        batch, static = self.batch, self.batch.static
+        assert static is not None
+        at, held = self._situation(), batch.held_after_rows
+        if last is not None:
+            self._attend_to(static, last.output.longest)
+            output = static.go_on(last.output, self.sampling, held)
+        elif self.drafts:
+            output = static(self._verified(), self.with_logits, held)
+        else:
+            output = static.verify(Tree.root_only(self._roots()), self.sampling, self.with_logits, held)
+        self.in_flight = InFlight(output, self._drafted(output.tree, at))
 
-    def _read(self, step: InFlight) -> list[EmittedTokens]:
-        output = StepOutput(Tree.root_only(step.choices), step.choices, step.taps, step.logits)
-        return self._record(step.read(), output, bytes_moved=0)
+    def _runs_ahead(self) -> bool:
+        """Whether the step after one that was just launched may be launched before the host reads it."""
+        static, rows = self.batch.static, self.batch.rows
+        assert static is not None
+        if self.drafts and (not static.drafts_alone or any(row.unread.is_behind for row in rows)):
+            return False
+        return not self.with_logits and all(row.request.speculative or not self.drafts for row in rows)
 
-    def _some_end_next(self) -> bool:
-        """Whether the length of a text ends it at the next token."""
-        return any(row.left <= 1 for row in self.batch.rows)
+    def _read(self, step: InFlight, held: list[int]) -> tuple[list[EmittedTokens], list[int]]:
+        """Record a captured step of rows that held so many tokens before; returns how many they hold now."""
+        rows, accepted, output = self.batch.rows, step.read(), step.output
+        lengths = [
+            len(row.text) - 1 if row.ended else length + len(each.path)
+            for row, length, each in zip(rows, held, accepted, strict=True)
+        ]
+        if self.drafts and self.speculation is not None and step.drafted is not None:
+            self.speculation.observe(accepted, step.drafted.nodes, step.drafted.levels)
+        assert self.batch.static is not None
+        moved, paths = self.batch.static.bytes_moved(output), output.followed.paths
+        return self._record(accepted, output.taps, output.logits, paths, moved), lengths
+
+    def _drafted(self, tree: Tree, at: Situation, seconds: float | None = None) -> Drafted | None:
+        """None without draft tokens."""
+        levels = tree.deepest or self.drafter.depth if tree.levels is None else tree.levels
+        recurrent = self.batch.cache.recurrent
+        nodes = tree.shape[1] if recurrent is None else max(recurrent.counts)
+        return Drafted(at, nodes, levels, seconds) if tree.shape[1] > 1 else None
+
+    def _observe_costs(self, drafted: Drafted | None, started: float) -> None:
+        seconds = time.perf_counter() - started
+        if self.costs is None:
+            return
+        if drafted is not None:
+            self.costs.observe(drafted, seconds)
+        elif not self.drafts:
+            self.costs.observe_plain(self._situation(), seconds)
 
     def _make_room(self) -> None:
         batch = self.batch
         batch.make_room(max(batch.cache.target.lengths) + batch.nodes)
         if batch.static is not None:
-            batch.static.attend_to(max(batch.cache.target.lengths + batch.held_after_rows) + batch.nodes)
+            self._attend_to(batch.static)
+
+    def _attend_to(self, static: StaticStep, unread: int = 0) -> None:
+        """Let the next captured step attend to all tokens, up to `unread` of a step in flight included."""
+        batch = self.batch
+        static.attend_to(max(batch.cache.target.lengths + batch.held_after_rows) + batch.nodes + unread)
 
     def _follow_rows(self) -> None:
         """Rebuild the sampling parameters and the history after a change of the batch's rows."""
@@ -201,35 +241,22 @@ class DecodeStep:
     def _situation(self) -> Situation:
         return Situation(max(self.batch.cache.target.lengths), len(self.batch.rows), self.sampling.all_greedy)
 
-    def _draft_and_verify(self) -> tuple[StepOutput | TargetOutput, list[Accepted]]:
-        verified, batch, at, seconds = self._verified(), self.batch, self._situation(), None
-        output: StepOutput | TargetOutput
-        if batch.static is not None and self.is_captured:
-            # Drafts, runs the target and lets it choose, as one captured graph.
-            output = batch.static(verified, self.with_logits, batch.held_after_rows)
-            tree, accepted = output.tree, accept(output.tree, output.choices)
-        else:
-            started = time.perf_counter()
-            tree = self.drafter.draft(verified, batch.cache)
-            if self.target.device.type == "cpu":  # elsewhere the work may not be done yet
-                seconds = time.perf_counter() - started
-            if not self.target.passes.verifies_trees:
-                tree = first_path(tree)
-            output = self.target.passes.tree(tree, batch.cache)
-            accepted = self._verify(tree, output.logits, verified.sampling)
-        levels = tree.deepest or self.drafter.depth if tree.levels is None else tree.levels
-        nodes = tree.shape[1] if batch.cache.recurrent is None else max(batch.cache.recurrent.counts)
-        self.drafted = Drafted(at, nodes, levels, seconds) if tree.shape[1] > 1 else None
-        if self.speculation is not None:
-            self.speculation.observe(accepted, nodes, levels)
-        return output, accepted
+    def _draft_and_verify(self) -> tuple[TargetOutput, list[Accepted], Drafted | None]:
+        verified, batch, at, started = self._verified(), self.batch, self._situation(), time.perf_counter()
+        tree = self.drafter.draft(verified, batch.cache)
+        # Elsewhere the work may not be done yet.
+        seconds = time.perf_counter() - started if self.target.device.type == "cpu" else None
+        if not self.target.passes.verifies_trees:
+            tree = first_path(tree)
+        output = self.target.passes.tree(tree, batch.cache)
+        accepted, drafted = self._verify(tree, output.logits, verified.sampling), self._drafted(tree, at, seconds)
+        if self.speculation is not None and drafted is not None:
+            self.speculation.observe(accepted, drafted.nodes, drafted.levels)
+        return output, accepted, drafted
 
-    def _verify_roots(self, parts: list[Part]) -> tuple[StepOutput | TargetOutput, list[Accepted], list[TargetOutput]]:
+    def _verify_roots(self, parts: list[Part]) -> tuple[TargetOutput, list[Accepted], list[TargetOutput]]:
         """A step without draft tokens and without the drafter."""
         tree, batch = Tree.root_only(self._roots()), self.batch
-        if batch.static is not None and self.is_captured:
-            captured = batch.static.verify(tree, self.sampling, self.with_logits, batch.held_after_rows)
-            return captured, accept(captured.tree, captured.choices), []
         if parts:
             output, *others = self.target.passes.side_by_side([Part.of_tree(batch.cache.target, tree), *parts])
         else:
@@ -278,12 +305,15 @@ class DecodeStep:
         )
 
     def _record(
-        self, accepted: list[Accepted], output: StepOutput | TargetOutput, bytes_moved: int
+        self,
+        accepted: list[Accepted],
+        taps: Float[Tensor, "batch longest tapped"],
+        logits: Float[Tensor, "batch nodes vocab"],
+        paths: Int[Tensor, "batch longest"],
+        bytes_moved: int,
     ) -> list[EmittedTokens]:
-        """Add the accepted tokens to each row."""
+        """Add the accepted tokens to each row; `taps` are all that the target gives, along the paths."""
         device, batch = self.target.device, self.batch
-        paths = padded_rows([each.path for each in accepted]).to(device, non_blocking=True)  # [batch, longest]
-        taps = take(output.taps, paths)  # [batch, longest, all taps of the target]
         path_taps = drafter_taps(taps, batch.tap_columns).unbind()  # [longest, tapped] of each row
         blocks = []
         for index, (row, each) in enumerate(zip(batch.rows, accepted, strict=True)):
@@ -306,7 +336,7 @@ class DecodeStep:
                 scores = None
                 if row.request.logprobs:
                     chosen = torch.tensor(each.tokens, device=device)
-                    scores = token_scores(row.request, output.logits[index, paths[index, :count]], chosen)
+                    scores = token_scores(row.request, logits[index, paths[index, :count]], chosen)
                 rests = row.request.speculative and not self.drafts
                 blocks.append(row.record_step(each, row_taps, scores, is_read, rests))
             except Exception as error:  # it ends this row alone

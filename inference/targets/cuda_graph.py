@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
 import torch
@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from headstart.inference.core.cache import PAGE_TOKENS, KVCache
-from headstart.inference.core.drafter import CapturedDrafter, Drafter
+from headstart.inference.core.drafter import CapturedDrafter, Drafter, Situation
 from headstart.inference.core.sampling import BatchSampling, Sampling
-from headstart.inference.core.tree import Tree, size_bucket
-from headstart.inference.core.verify import VerifiedOnDevice, VerifiedOnHost
+from headstart.inference.core.tree import Tree, size_bucket, take
+from headstart.inference.core.verify import Followed, VerifiedOnDevice, VerifiedOnHost, follow
 from headstart.inference.targets.attention import cudnn_attention
 from headstart.inference.targets.model import TargetModel
 
@@ -49,20 +49,48 @@ class GraphMemory:
         return next((user.graph.pool() for user in self.users if user.graph is not None), None)
 
 
+class DraftInputs(NamedTuple):
+    """The fields of `VerifiedOnDevice` in a captured draft."""
+
+    taps: Float[Tensor, "batch count tapped"]
+    next_tokens: Int[Tensor, "batch count"]
+    roots: Int[Tensor, "batch 1"]
+    counts: Int[Tensor, " batch"]
+    remaining: Int[Tensor, " batch"]
+
+    @classmethod
+    def of(cls, verified: VerifiedOnHost) -> "DraftInputs":
+        counts, device = [[row.count, row.remaining] for row in verified.rows], verified.roots.device
+        numbers = torch.tensor(counts).to(device, non_blocking=True)
+        return cls(verified.taps, verified.next_tokens, verified.roots, numbers[:, 0], numbers[:, 1])
+
+
 @dataclass(frozen=True)
 class StepOutput:
-    """The tensors that a captured step leaves for the host to read."""
+    """The tensors that a captured step leaves for the host to read, and for the next step."""
 
     tree: Tree
     choices: Int[Tensor, "batch nodes"]
-    taps: Float[Tensor, "batch nodes tapped"]
+    taps: Float[Tensor, "batch longest tapped"]  # at the nodes of each row's accepted path, then at any nodes
+    followed: Followed
     logits: Float[Tensor, "batch nodes vocab"]  # empty unless requested: they are most of a graph's memory
+    remaining: Int[Tensor, " batch"] | None = None  # draft tokens that each row could use; None without a draft
 
     @classmethod
     def from_tensors(cls, outputs: tuple[Tensor, ...], rows: int, levels: int | None = None) -> "StepOutput":
         """The real rows of a padded batch."""
-        tokens, parents, choices, taps, logits = (output[:rows] for output in outputs)
-        return cls(Tree(tokens, parents, levels=levels), choices, taps, logits)
+        tokens, parents, choices, taps, logits, *followed = (output[:rows] for output in outputs)
+        return cls(Tree(tokens, parents, levels=levels), choices, taps, Followed(*followed), logits)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a row may have accepted."""
+        return self.followed.tokens.shape[1]
+
+    def copied(self) -> "StepOutput":
+        """A copy, without the logits, of what later steps overwrite."""
+        followed = Followed(*(each.clone() for each in self.followed))
+        return replace(self, taps=self.taps.clone(), followed=followed)
 
 
 @dataclass
@@ -124,7 +152,7 @@ class StaticStep:
             for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, top_p=0.9)):
                 batch = BatchSampling([sampling] * count, self.target.device)
                 inputs = self.nothing_verified(count)
-                works += [(count, partial(self.draft, each, count, batch, *inputs)) for each in drafters]
+                works += [(count, partial(self.draft, each, inputs, batch)) for each in drafters]
                 for power in range(nodes):
                     tokens = torch.zeros(count, 1 << power, dtype=torch.long, device=self.target.device)
                     works.append((count, partial(self.verify, Tree(tokens, tokens - 1), batch)))
@@ -134,11 +162,10 @@ class StaticStep:
             yield len(works) - number - 1
         self.cache.set_lengths([])
 
-    def nothing_verified(self, rows: int) -> tuple[Tensor, ...]:
-        """Inputs of `draft_and_choose` of the right shapes."""
+    def nothing_verified(self, rows: int) -> DraftInputs:
         count, device = self.drafter.depth + 1, self.target.device
         tapped = len(self.drafter.taps) * self.target.config.hidden_size
-        return (
+        return DraftInputs(
             torch.zeros(rows, count, tapped, dtype=self.target.dtype, device=device),
             torch.zeros(rows, count, dtype=torch.long, device=device),
             torch.zeros(rows, 1, dtype=torch.long, device=device),
@@ -151,58 +178,80 @@ class StaticStep:
         """Draft, and let the target choose. `held` is as in `verify`."""
         if not self.drafter.static_shapes:
             return self.verify(self.drafter.draft(verified, self.cache), verified.sampling, with_logits, held)
-        drafter, count = self.captured_drafter.planned(verified)
-        output = self.grow(drafter, verified, with_logits, held)
-        if isinstance(output, StepOutput):
-            return output
-        self.captured_drafter.observe(output)
-        tree = output if count is None else output.first(count)
-        verifiable = self.captured_drafter.extended(tree, verified)
-        output = self.verify(verifiable, verified.sampling, with_logits, held)
-        return replace(output, tree=replace(output.tree, levels=drafter.depth))
-
-    def grow(
-        self, drafter: CapturedDrafter, verified: VerifiedOnHost, with_logits: bool = False, held: Sequence[int] = ()
-    ) -> StepOutput | Tree:
-        """Draft, and let the target choose if this step's own drafter drafts."""
         if self.cache.head is not None:
             verified.rewind(self.cache.head)
-        device, short = self.target.device, self.drafter.depth + 1 - verified.next_tokens.shape[1]
-        rows, more = len(verified.rows), self.more_rows(len(verified.rows))
-        with self.padded_rows(more, held):
-            output = self.draft(
-                drafter,
-                rows,
-                verified.sampling,
-                padded(verified.taps, 0, 0, 0, short, 0, more),
-                padded(verified.next_tokens, 0, short, 0, more),
-                padded(verified.roots, 0, 0, 0, more),
-                torch.tensor([*(row.count for row in verified.rows), *[1] * more]).to(device, non_blocking=True),
-                torch.tensor([*(row.remaining for row in verified.rows), *[0] * more]).to(device, non_blocking=True),
-                with_logits=with_logits,
-            )
-        if self.cache.head is not None:  # inside the step, the lengths advanced on the device alone
-            self.cache.head.set_lengths([row.end for row in verified.rows])
-        return output
+        return self.draft_and_verify(DraftInputs.of(verified), verified.sampling, verified, with_logits, held)
+
+    @torch.inference_mode()
+    def go_on(self, last: StepOutput, sampling: BatchSampling, held: Sequence[int] = ()) -> StepOutput:
+        """The step after one that the host has not read: the slots' `lengths` become bounds."""
+        target, head, counts = self.cache.target, self.cache.head, last.followed.counts
+        if head is not None:  # it reads what the last step has verified
+            head.set_lengths(target.lengths, target.starts)
+        target.set_lengths([length + last.longest for length in target.lengths], target.starts + counts)
+        if last.remaining is None:
+            return self.verify(Tree.root_only(last.followed.bonus), sampling, held=held)
+        columns = self.target.tap_columns(self.drafter.taps)
+        taps = last.taps if columns is None else last.taps.index_select(-1, columns)
+        inputs = DraftInputs(taps, last.followed.tokens, last.followed.bonus, counts, last.remaining - counts)
+        return self.draft_and_verify(inputs, sampling, None, held=held)
+
+    def draft_and_verify(
+        self,
+        inputs: DraftInputs,
+        sampling: BatchSampling,
+        verified: VerifiedOnHost | None,
+        with_logits: bool = False,
+        held: Sequence[int] = (),
+    ) -> StepOutput:
+        at = Situation(max(self.cache.target.lengths), len(inputs.roots), sampling.all_greedy)
+        drafter, count = self.captured_drafter.planned(at)
+        output = self.draft(drafter, inputs, sampling, with_logits, held)
+        if isinstance(output, Tree):
+            self.captured_drafter.observe(output)
+            tree = output if count is None else output.first(count)
+            if verified is not None:
+                tree = self.captured_drafter.extended(tree, verified)
+            output = self.verify(tree, sampling, with_logits, held)
+            output = replace(output, tree=replace(output.tree, levels=drafter.depth))
+        return replace(output, remaining=inputs.remaining)
 
     @property
     def captured_drafter(self) -> CapturedDrafter:
         return cast(CapturedDrafter, self.drafter)
 
+    @property
+    def drafts_alone(self) -> bool:
+        """Whether the host adds nothing to what is drafted."""
+        return self.drafter.static_shapes and not self.captured_drafter.needs_host
+
     def draft(
         self,
         drafter: CapturedDrafter,
-        rows: int,
+        inputs: DraftInputs,
         sampling: BatchSampling,
-        *inputs: Tensor,
         with_logits: bool = False,
+        held: Sequence[int] = (),
     ) -> StepOutput | Tree:
         """The output of a step by its own drafter, or else the tree that a drafter of one shape draws."""
-        if drafter is self.drafter:
-            function = partial(self.draft_and_choose, with_logits)
-            outputs = self.replay(function, ("draft", with_logits), sampling, *inputs)
+        rows, short = len(inputs.roots), self.drafter.depth + 1 - inputs.next_tokens.shape[1]
+        more, is_own = self.more_rows(rows), drafter is self.drafter
+        function = partial(self.draft_and_choose, with_logits) if is_own else partial(self.draft_alone, drafter)
+        with self.padded_rows(more, held):
+            outputs = self.replay(
+                function,
+                ("draft", with_logits) if is_own else ("draft alone", drafter.depth),
+                sampling,
+                padded(inputs.taps, 0, 0, 0, short, 0, more),
+                padded(inputs.next_tokens, 0, short, 0, more),
+                padded(inputs.roots, 0, 0, 0, more),
+                padded(inputs.counts, 0, more, value=1),
+                padded(inputs.remaining, 0, more),
+            )
+        if self.cache.head is not None:  # inside the step, the lengths advanced on the device alone
+            self.cache.head.reset()
+        if is_own:
             return StepOutput.from_tensors(outputs, rows, drafter.depth)
-        outputs = self.replay(partial(self.draft_alone, drafter), ("draft alone", drafter.depth), sampling, *inputs)
         tokens, parents, chances = (output[:rows] for output in outputs)
         return Tree(tokens, parents, drafter.depth, drafter.depth, chances)
 
@@ -222,6 +271,12 @@ class StaticStep:
             outputs = self.replay(partial(self.choose, with_logits), ("choose", with_logits), sampling, tokens, parents)
         return StepOutput.from_tensors(outputs, rows)
 
+    def bytes_moved(self, output: StepOutput) -> int:
+        """Bytes that a step has copied within the cache, to put accepted nodes side by side."""
+        rows, nodes = output.tree.shape
+        kept = slice(1, output.longest if nodes > 1 else 1)
+        return sum(storage[:, :, :rows, :, kept].nbytes for storage in self.cache.target.storages)
+
     def more_rows(self, rows: int) -> int:
         """Padding rows up to a power of two, limited by the cache's rows."""
         return min(size_bucket(rows), self.batch) - rows
@@ -232,14 +287,14 @@ class StaticStep:
         if not more:
             yield
             return
-        before = [list(slots.lengths) for slots in self.cache.slots]
-        for slots in self.cache.slots:
-            slots.set_lengths([*slots.lengths, *held[:more], *[0] * (more - len(held))])
+        before = [slots.lengths for slots in self.cache.slots]
+        for slots, lengths in zip(self.cache.slots, before, strict=True):
+            slots.set_rows([*lengths, *held[:more], *[0] * (more - len(held))], len(lengths))
         try:
             yield
         finally:
             for slots, lengths in zip(self.cache.slots, before, strict=True):
-                slots.set_lengths(lengths)
+                slots.set_rows(lengths, len(lengths))
 
     def replay(
         self,
@@ -273,25 +328,19 @@ class StaticStep:
         return self.choose(with_logits, sampling, tokens, parents)
 
     def draft_alone(
-        self,
-        drafter: CapturedDrafter,
-        sampling: BatchSampling,
-        taps: Tensor,
-        next_tokens: Tensor,
-        roots: Tensor,
-        counts: Tensor,
-        left: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """Draft a tree; returns the tokens, parents and chances of its nodes."""
+        self, drafter: CapturedDrafter, sampling: BatchSampling, *inputs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draft a tree from `DraftInputs`; returns the tokens, parents and chances of its nodes."""
         self.cache.reset()
         if sampling.gumbel_table is None:
             sampling = self.with_gumbel(sampling, drafter.depth + 1)
-        tree = drafter.draft(VerifiedOnDevice(taps, next_tokens, roots, sampling, None, counts, left), self.cache)
+        given = DraftInputs(*inputs)
+        tree = drafter.draft(VerifiedOnDevice(sampling=sampling, history=None, **given._asdict()), self.cache)
         assert tree.log_chances is not None
         return tree.tokens, tree.parents, tree.log_chances
 
     def choose(self, with_logits: bool, sampling: BatchSampling, tokens: Tensor, parents: Tensor) -> tuple[Tensor, ...]:
-        """Let the target choose a token at each node of a tree."""
+        """Let the target choose a token at each node of a tree, and keep the path that it accepts."""
         self.cache.target.reset()
         nodes, depth = tokens.shape[1], self.drafter.depth
         if sampling.gumbel_table is None:  # nodes of one depth share their noise
@@ -304,13 +353,12 @@ class StaticStep:
         else:
             output = run()
             choices = sampling.choose(output.logits, positions)
-        return (
-            tokens,
-            parents,
-            choices,
-            output.taps,
-            output.logits if with_logits else output.logits.new_empty(*tree.shape, 0),
-        )
+        followed, taps = follow(tree, choices, min(depth + 1, nodes) if depth else nodes), output.taps
+        if nodes > 1:
+            self.cache.target.move_nodes(followed.paths)
+            taps = take(taps, followed.paths)
+        logits = output.logits if with_logits else output.logits.new_empty(*tree.shape, 0)
+        return tokens, parents, choices, taps, logits, *followed
 
     def with_gumbel(self, sampling: BatchSampling, count: int) -> BatchSampling:
         return sampling.with_gumbel(self.cache.target.starts + 1, count, self.target.config.vocab_size)

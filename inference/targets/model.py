@@ -175,11 +175,13 @@ class TargetModel:
         if find_spec("triton") is not None:
             self.fast_form.fused, off = fuse_where_right(self.passes)
             few_rows = kernels_on_gpu("few_rows")
-            products, choices = few_rows.Trials(), few_rows.Trials()
+            products, choices, starts = (few_rows.Trials() for _ in range(3))
             lines = [f"own kernel for products of up to 8 tokens: {few_rows.choose_products(self.model, products)}"]
             self.fast_form.lm_head, found = choose_where_faster(self.passes, choices)
             lines += [f"own kernels for choices without logits: {found}"]
-            self.fast_form.products = products.times | choices.times
+            found = kernels_on_gpu("fused").start_early_if_faster(self.device, self.passes.dtype, starts)
+            lines += [f"own kernels that start before the last one has ended: {found}"]
+            self.fast_form.products = products.times | choices.times | starts.times
         lines += [f"own kernels off, transformers' code runs: {kind} ({why})" for kind, why in off.items()]
         for line in lines if self.ranks.rank == 0 else ():
             print(line, file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import triton
@@ -32,6 +32,7 @@ MATRIX_DTYPES = (torch.float16, torch.bfloat16)  # products of float32 matrices 
 DTYPES = (torch.float32, *MATRIX_DTYPES)
 PARTS_MAX = 8
 Work = Callable[[], Tensor]
+Way = TypeVar("Way")
 
 
 class Tile(NamedTuple):
@@ -150,10 +151,10 @@ class Trials:
     def line(self, count: int, of: str) -> str:
         return "; ".join([f"{count} of {of}", *sorted(self.failures)])
 
-    def fastest(self, name: str, works: dict[Tile | None, Work]) -> Tile | None:
-        """The tile whose work takes least time; None if torch's, which comes first, does, or if the time is up."""
-        times, wanted = dict[Tile | None, float](), None
-        for tile, work in works.items() if self.spent <= SECONDS_MAX else ():
+    def fastest(self, name: str, works: dict[Way | None, Work]) -> Way | None:
+        """The way whose work takes least time; None if torch's, which comes first, does, or if the time is up."""
+        times, wanted = dict[Way | None, float](), None
+        for way, work in works.items() if self.spent <= SECONDS_MAX else ():
             try:
                 found = work()  # Triton compiles it
                 wanted, rounding = found if wanted is None else wanted, max(torch.finfo(found.dtype).eps, 1e-5)
@@ -161,13 +162,13 @@ class Trials:
                     self.failures.add("other numbers")
                     continue
                 started = time.perf_counter()
-                times[tile] = self.seconds(work)
+                times[way] = self.seconds(work)
                 self.spent += time.perf_counter() - started
             except Exception as error:  # Triton has kinds of its own, as for too much shared memory
                 self.failures.add(f"{type(error).__name__}: {' '.join(str(error).split())[:100]}")
         if None not in times:
             return None
-        least = min(times, key=lambda tile: times[tile])
+        least = min(times, key=lambda way: times[way])
         chosen = least if times[least] <= FASTER * times[None] else None
         self.times[name] = (round(1e6 * times[None], 1), round(1e6 * times[chosen], 1))
         return chosen

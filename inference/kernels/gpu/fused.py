@@ -9,22 +9,41 @@ Attention needs no mask over all keys: the held tokens are read in parts that th
 own tokens are one more part, and the parts are joined by the sums of their exponentials (Flash-Decoding, Dao et al.
 2023).
 
+Where a measurement at load finds it faster, each starts before the kernel in front of it ends, and then waits for it
+(programmatic dependent launch, from Hopper on).
+
 TRITON_INTERPRET=1, set before the import, runs the kernels on a CPU.
 """
+
+from functools import partial
+from typing import Any
 
 import torch
 import triton
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 from triton import language as tl
+from triton.language.extra import cuda
 
 from headstart.inference.core.tree import VisibleKeys
+from headstart.inference.kernels.gpu.few_rows import Trials, Work
 from headstart.inference.kernels.gpu.ordered import with_keys
 
 BLOCK = 64  # keys that are read together, and queries of a program at most
 PARTS_MAX = 16  # of one row's held tokens
 PROGRAMS = 256  # enough for all processors of a card
 COLUMNS = 1024  # of an activation, in one program
+STARTED: dict[str, Any] = {"EARLY": False}  # how the kernels are launched
+EARLY: dict[str, Any] = {"EARLY": True, "launch_pdl": True}
+
+
+@triton.jit
+def wait(EARLY: tl.constexpr):
+    """First in each kernel: one that started early lets the next one start, and waits until the last one has ended."""
+    if EARLY:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
 
 
 @triton.jit
@@ -38,9 +57,10 @@ def scaled(normed, weight, kind, OFFSET: tl.constexpr):
 @triton.jit
 def normalise(
     inputs, residual, weight, summed, found, size, eps,
-    IS_SUM: tl.constexpr, OFFSET: tl.constexpr, WIDTH: tl.constexpr,
+    IS_SUM: tl.constexpr, OFFSET: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """weight * hidden / sqrt(mean(hidden^2) + eps); if it IS_SUM, hidden is inputs + residual; grid: tokens."""
+    wait(EARLY)
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     inside, at = column < size, token * size + column
     hidden = tl.load(inputs + at, mask=inside, other=0.0).to(tl.float32)
@@ -54,8 +74,9 @@ def normalise(
 
 
 @triton.jit
-def gate(joint, found, size, IS_GELU: tl.constexpr, WIDTH: tl.constexpr):
+def gate(joint, found, size, IS_GELU: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr):
     """SiLU or GELU of each token's first half, times its second half; grid: tokens, blocks of columns."""
+    wait(EARLY)
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside, start = column < size, joint + token * 2 * size + column
     opened = tl.load(start, mask=inside, other=0.0).to(tl.float32)
@@ -88,9 +109,10 @@ def rotate(
     joint, cosines, sines, query_weight, key_weight, query, key, value, starts,
     heads, key_heads, nodes, size, pending, eps, rotary_row, rotary_node,
     key_row, key_head, key_slot, value_row, value_head, value_slot,
-    HAS_NORM: tl.constexpr, OFFSET: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_NORM: tl.constexpr, OFFSET: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One head of one token, to `query` or its slot; grid: tokens of all rows, heads of queries, keys and values."""
+    wait(EARLY)
     token, head = tl.program_id(0), tl.program_id(1)
     row, node, column = (token // nodes).to(tl.int64), token % nodes, tl.arange(0, WIDTH)
     start = joint + (token.to(tl.int64) * (heads + 2 * key_heads) + head) * size
@@ -115,11 +137,13 @@ def attend(
     key_heads, group, nodes, parts, part_keys, pending, size, value_size, visible_row, scaling,
     query_row, query_head, query_node, key_row, key_head, key_slot, value_row, value_head, value_slot,
     HAS_WINDOW: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One part of the held tokens, or the pending ones; grid: blocks of queries, parts + 1, rows x key heads.
 
     A query is a node and one of the `group` heads that share a key head.
     """
+    wait(EARLY)
     part, pair = tl.program_id(1), tl.program_id(2)
     row, head = (pair // key_heads).to(tl.int64), pair % key_heads
     number = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
@@ -163,9 +187,10 @@ def attend(
 @triton.jit
 def join_parts(
     largest_of, total_of, mixed_of, found, key_heads, group, nodes, parts, value_size,
-    PARTS: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    PARTS: tl.constexpr, VALUE_SIZE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The parts of one query; grid: queries of all rows and key heads."""
+    wait(EARLY)
     query, part, column = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, VALUE_SIZE)
     at, is_part = query * (parts + 1) + part, part <= parts
     largest = tl.load(largest_of + at, mask=is_part, other=float("-inf"))
@@ -205,7 +230,7 @@ def _normed(
     summed, found, width = torch.empty_like(inputs), torch.empty_like(inputs), triton.next_power_of_2(size)
     normalise[(inputs.numel() // size,)](
         inputs, inputs if residual is None else residual, weight, summed, found, size, eps,
-        IS_SUM=residual is not None, OFFSET=offset, WIDTH=width, num_warps=warps(width),
+        IS_SUM=residual is not None, OFFSET=offset, WIDTH=width, num_warps=warps(width), **STARTED,
     )  # fmt: skip
     return summed, found
 
@@ -214,7 +239,7 @@ def gated(joint: Float[Tensor, "*axes both"], is_gelu: bool = False) -> Float[Te
     """SiLU(gate) * up, or GELU(gate) * up as tanh approximates it, of gate and up side by side."""
     joint, size = joint.contiguous(), joint.shape[-1] // 2
     found = joint.new_empty(*joint.shape[:-1], size)
-    gate[found.numel() // size, triton.cdiv(size, COLUMNS)](joint, found, size, IS_GELU=is_gelu, WIDTH=COLUMNS)
+    gate[found.numel() // size, triton.cdiv(size, COLUMNS)](joint, found, size, IS_GELU=is_gelu, WIDTH=COLUMNS, **STARTED)
     return found
 
 
@@ -243,6 +268,7 @@ def rotate_and_store(
         heads, key_heads, block, size, pending, eps, rotary_row, cosines.stride(1), *keys.stride()[:3],
         *values.stride()[:3],
         HAS_NORM=norms is not None, OFFSET=offset, WIDTH=triton.next_power_of_2(size), num_warps=1,
+        **STARTED,
     )  # fmt: skip
     return query
 
@@ -275,14 +301,37 @@ def attention(
         query, key, value, keys.starts, keys.visible.view(torch.uint8), keys.firsts, largest, total, mixed,
         key_heads, group, nodes, parts, part_keys, pending, size, value_size, visible_row,
         size**-0.5 if scaling is None else scaling, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-        HAS_WINDOW=keys.firsts is not None, **sizes,
+        HAS_WINDOW=keys.firsts is not None, **sizes, **STARTED,
     )  # fmt: skip
     shape = key_heads, group, nodes, parts, value_size
-    all_parts = triton.next_power_of_2(parts + 1)
-    join_parts[(rows * heads * nodes,)](largest, total, mixed, found, *shape, PARTS=all_parts, **wide, num_warps=1)
+    wide["PARTS"] = triton.next_power_of_2(parts + 1)
+    join_parts[(rows * heads * nodes,)](largest, total, mixed, found, *shape, num_warps=1, **wide, **STARTED)
     return found
 
 
 def warps(width: int) -> int:
     """The warps of a program over this many numbers."""
     return min(max(width // 512, 1), 16)
+
+
+def start_early_if_faster(device: torch.device, dtype: torch.dtype, trials: Trials) -> str:
+    """Measure a chain of small kernels and products with early starts; returns whether they stay."""
+
+    def chain(how: dict[str, Any]) -> Tensor:
+        STARTED.clear()
+        STARTED.update(how)
+        hidden, (outputs, size) = weight[:1], weight.shape
+        for _ in range(16):
+            _, normal = add_and_norm(hidden, hidden, weight[1], eps=1e-6)
+            hidden = gated(functional.linear(normal, weight))
+        return hidden
+
+    usual = {"EARLY": False}
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return "no"
+    weight = torch.arange(2048 * 1024, device=device).view(2048, 1024).sin().to(dtype)
+    works: dict[bool | None, Work] = {None: partial(chain, usual), True: partial(chain, EARLY)}
+    is_faster = trials.fastest("a chain of small kernels, started early", works)
+    STARTED.clear()
+    STARTED.update(EARLY if is_faster else usual)
+    return trials.line(int(bool(is_faster)), "1 chain")

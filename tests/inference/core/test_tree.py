@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headstart.inference.core.cache import Slots
 from headstart.inference.core.tree import PendingTokens, Tree, ancestor_mask, block_mask, squared_mask
-from headstart.inference.core.verify import accept
+from headstart.inference.core.verify import accept, follow
 from headstart.inference.drafters.growth import Fixed, Pool
 
 
@@ -108,7 +108,12 @@ def test_the_accepted_path_is_the_longest_one_of_right_tokens() -> None:
         sizes = torch.randint(1, 20, (3,)).tolist()
         tree = batch_trees([(torch.randint(3, (size,)).tolist(), random_parents(size)) for size in sizes])
         choices = torch.randint(3, tree.shape)  # of only 3 tokens, so siblings are often equal
+        on_device = follow(tree, choices, tree.shape[1])
         for row, found in enumerate(accept(tree, choices)):
+            count = int(on_device.counts[row])
+            assert found.path == on_device.paths[row, :count].tolist()
+            assert found.tokens == on_device.tokens[row, :count].tolist()
+            assert found.tokens[-1] == on_device.bonus[row]
             tokens, parents, chosen = tree.tokens[row], tree.parents[row].tolist(), choices[row]
             right = [True]
             for node in range(1, sizes[row]):

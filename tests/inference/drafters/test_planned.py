@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 import torch
 from scripted import SetCosts, paths
-from test_drafters import verified_text
 
+from headstart.inference.core.drafter import Situation
 from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.costs import CostAware
 from headstart.inference.drafters.growth import ByChance, Dynamic, Pool
@@ -29,7 +29,7 @@ def test_steps_draft_as_deep_and_verify_as_many_nodes_as_costs_and_earlier_chanc
     drawn = Tree(parents + 5, parents, 4, log_chances=torch.tensor([chances, chances]).log())
     planned = []
     for _ in range(1000):
-        policy, size = growth.planned(verified_text([1, 2], 99))
+        policy, size = growth.planned(Situation(2, 1, greedy=True))
         planned.append((policy.depth, size))
         assert policy in growth.shapes()
         if planned[-1] == full:
