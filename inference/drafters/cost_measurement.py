@@ -36,7 +36,7 @@ from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.drafters.model import ModelDrafter
-from headstart.inference.targets.cuda_graph import StaticStep
+from headstart.inference.targets.cuda_graph import DraftInputs, StaticStep
 from headstart.inference.targets.loading import processor_name
 from headstart.inference.targets.model import TargetModel
 
@@ -245,12 +245,12 @@ class Bench:
             rows = rows.with_gumbel(starts + 1, drawn, self.target.config.vocab_size)
             logits = self.target.passes.tree(tree, self.cache).logits
             # A chain is deeper than the noise drawn here; its last nodes share the noise of one position.
-            choices = rows.choose(logits, starts.unsqueeze(1) + tree.depths.clamp(max=drawn - 1) + 1)
+            accept(tree, rows.choose(logits, starts.unsqueeze(1) + tree.depths.clamp(max=drawn - 1) + 1))
+            # As if a sibling had been rejected.
+            self.cache.target.keep([[0, *range(2, min(nodes, ACCEPTED_NODES + 1))]] * self.batch)
         else:
-            choices = self.step.verify(tree, rows).choices
-        accept(tree, choices)
-        # As if a sibling had been rejected.
-        self.cache.target.keep([[0, *range(2, min(nodes, ACCEPTED_NODES + 1))]] * self.batch)
+            output = self.step.verify(tree, rows)
+            accept(output.tree, output.choices)
         self.cache.target.set_lengths(held)
 
     def drafting(self, levels: int) -> Callable[[], object]:
@@ -269,7 +269,14 @@ class Bench:
         )
         if self.step is None or isinstance(drafter, Lookup):
             return partial(drafter.draft, verified, self.cache)
-        return partial(StaticStep(self.target, drafter, self.cache).grow, copy(drafter), verified)  # without the target
+        step, inputs, another = StaticStep(self.target, drafter, self.cache), DraftInputs.of(verified), copy(drafter)
+
+        def draft() -> object:
+            if self.cache.head is not None:
+                verified.rewind(self.cache.head)
+            return step.draft(another, inputs, verified.sampling)  # without the target, as it is not the step's own
+
+        return draft
 
 
 def drafter_of(source: DraftHead | ModelDrafter, growth: Dynamic) -> TreeDrafter:

@@ -206,5 +206,6 @@ def test_steps_are_launched_before_the_last_one_is_read(target, make_head, monke
         assert [text.stats.accepted_at_depth for text in found] == [text.stats.accepted_at_depth for text in in_turn]
     reads = [place for place, event in enumerate(events) if event == "read"]
     ahead = [2 * events[:place].count("launch") - place for place in reads]
-    assert ahead.count(2) > len(ahead) / 3
-    assert cancelled is not None or max(ahead) == 2  # a step in flight is run again after a text was cancelled
+    if cancelled is None:  # else the step in flight is run again
+        assert ahead.count(2) > len(ahead) / 3
+        assert max(ahead) == 2
