@@ -34,7 +34,7 @@ from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import PAGE_TOKENS, Slots
-from headstart.inference.core.drafter import PLAIN, Drafter
+from headstart.inference.core.drafter import Drafter, NoDrafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree, block_mask, causal_block, size_bucket
@@ -205,7 +205,7 @@ def target_step(setting: Setting, nodes: int, rows: int = 1, sampling: Sampling 
     """A captured target step that verifies a binary tree of this many nodes after the prompt, as a call."""
     cache = setting.target.passes.new_cache(pages(setting.prompt + size_bucket(nodes)), batch=rows, static=True)
     cache.set_lengths([setting.prompt] * rows)
-    step = StaticStep(setting.target, PLAIN, cache)
+    step = StaticStep(setting.target, NoDrafter(nodes.bit_length() - 1), cache)
     samplings = BatchSampling([replace(sampling or Sampling(), seed=row) for row in range(rows)], DEVICE)
     tokens = torch.zeros(rows, nodes, dtype=torch.long, device=DEVICE)
     parents = ((torch.arange(nodes, device=DEVICE) + 1) // 2 - 1).expand(rows, -1).contiguous()

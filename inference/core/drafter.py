@@ -94,8 +94,11 @@ class NoDrafter:
     taps: tuple[int, ...] = ()
     cache_shape: Shape | None = None
     max_nodes = 1
-    depth = 0
     static_shapes = True
+
+    def __init__(self, depth: int = 0) -> None:
+        """`depth` bounds the trees of others that a captured step verifies; 0: it verifies roots."""
+        self.depth = depth
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         """Do nothing."""

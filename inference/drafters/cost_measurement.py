@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 from headstart.common.files import write_text
 from headstart.common.process import user_cache
 from headstart.heads.base import DraftHead
-from headstart.inference.core.drafter import PLAIN
+from headstart.inference.core.drafter import NoDrafter
 from headstart.inference.core.recurrent import WINDOW
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree, size_bucket
@@ -228,7 +228,7 @@ class Bench:
         self.rows = {sampling: BatchSampling([sampling] * batch, target.device) for sampling in (GREEDY, SAMPLED)}
         self.cache = target.passes.new_cache(context + spare, source.cache_shape, batch, target.may_capture)
         self.cache.set_lengths([context] * batch)
-        self.step = StaticStep(target, PLAIN, self.cache) if target.may_capture else None
+        self.step = StaticStep(target, NoDrafter(ACCEPTED_NODES), self.cache) if target.may_capture else None
 
     def verify(self, nodes: int, sampling: Sampling) -> None:
         """A target step as decoding runs it."""

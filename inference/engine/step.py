@@ -80,8 +80,8 @@ class DecodeStep:
     def run(self, parts: list[Part], may_run_ahead: bool = False) -> tuple[list[EmittedTokens], list[TargetOutput]]:
         """One step of all rows, after `prepare`; returns the new tokens, and the target's output for each part.
 
-        `parts` of prompts share the target's pass of a step without drafts. If it `may_run_ahead`, the tokens of a
-        plain captured step are read later.
+        `parts` of prompts share the target's pass of a step without drafts. If it `may_run_ahead`, a captured step
+        is read later.
         """
         started, others = time.perf_counter(), list[TargetOutput]()
         if self.is_captured:

@@ -343,8 +343,9 @@ class StaticStep:
         """Let the target choose a token at each node of a tree, and keep the path that it accepts."""
         self.cache.target.reset()
         nodes, depth = tokens.shape[1], self.drafter.depth
+        longest = min(depth + 1, nodes)
         if sampling.gumbel_table is None:  # nodes of one depth share their noise
-            sampling = self.with_gumbel(sampling, min(depth + 1, nodes) if depth else nodes)
+            sampling = self.with_gumbel(sampling, longest)
         tree = Tree(tokens, parents, deepest=depth or None)
         run, lm_head = partial(self.target.passes.tree, tree, self.cache), self.target.fast_form.lm_head
         positions = self.cache.target.starts.unsqueeze(1) + tree.depths + 1
@@ -353,7 +354,7 @@ class StaticStep:
         else:
             output = run()
             choices = sampling.choose(output.logits, positions)
-        followed, taps = follow(tree, choices, min(depth + 1, nodes) if depth else nodes), output.taps
+        followed, taps = follow(tree, choices, longest), output.taps
         if nodes > 1:
             self.cache.target.move_nodes(followed.paths)
             taps = take(taps, followed.paths)

@@ -155,7 +155,8 @@ class Devices(TorchFunctionMode):
         there = here if device is None else with_index(device)
         if there == here or there.type == "meta":
             return tensor.to(CPU if there == here else there, dtype)
-        if CPU in (here, there):
+        is_waited_for = there != CPU or not kwargs.get("non_blocking")  # else the host reads it after an event
+        if CPU in (here, there) and is_waited_for:
             (self.seen.crossings if here == CPU else self.seen.reads)[place()] += 1
         copied = tensor.to(dtype, copy=True)
         claim([copied], there)

@@ -35,7 +35,6 @@ PARTS_MAX = 16  # of one row's held tokens
 PROGRAMS = 256  # enough for all processors of a card
 COLUMNS = 1024  # of an activation, in one program
 STARTED: dict[str, Any] = {"EARLY": False}  # how the kernels are launched
-EARLY: dict[str, Any] = {"EARLY": True, "launch_pdl": True}
 
 
 @triton.jit
@@ -239,7 +238,8 @@ def gated(joint: Float[Tensor, "*axes both"], is_gelu: bool = False) -> Float[Te
     """SiLU(gate) * up, or GELU(gate) * up as tanh approximates it, of gate and up side by side."""
     joint, size = joint.contiguous(), joint.shape[-1] // 2
     found = joint.new_empty(*joint.shape[:-1], size)
-    gate[found.numel() // size, triton.cdiv(size, COLUMNS)](joint, found, size, IS_GELU=is_gelu, WIDTH=COLUMNS, **STARTED)
+    grid = found.numel() // size, triton.cdiv(size, COLUMNS)
+    gate[grid](joint, found, size, IS_GELU=is_gelu, WIDTH=COLUMNS, **STARTED)
     return found
 
 
@@ -314,24 +314,26 @@ def warps(width: int) -> int:
     return min(max(width // 512, 1), 16)
 
 
+def start(early: bool) -> None:
+    STARTED.clear()
+    STARTED.update({"EARLY": True, "launch_pdl": True} if early else {"EARLY": False})
+
+
 def start_early_if_faster(device: torch.device, dtype: torch.dtype, trials: Trials) -> str:
     """Measure a chain of small kernels and products with early starts; returns whether they stay."""
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return "none, as the card has no early starts"
+    weight = torch.arange(2048 * 1024, device=device).view(2048, 1024).sin().to(dtype)
 
-    def chain(how: dict[str, Any]) -> Tensor:
-        STARTED.clear()
-        STARTED.update(how)
-        hidden, (outputs, size) = weight[:1], weight.shape
+    def chain(early: bool) -> Tensor:
+        start(early)
+        hidden = weight[:1]
         for _ in range(16):
             _, normal = add_and_norm(hidden, hidden, weight[1], eps=1e-6)
             hidden = gated(functional.linear(normal, weight))
         return hidden
 
-    usual = {"EARLY": False}
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return "no"
-    weight = torch.arange(2048 * 1024, device=device).view(2048, 1024).sin().to(dtype)
-    works: dict[bool | None, Work] = {None: partial(chain, usual), True: partial(chain, EARLY)}
-    is_faster = trials.fastest("a chain of small kernels, started early", works)
-    STARTED.clear()
-    STARTED.update(EARLY if is_faster else usual)
-    return trials.line(int(bool(is_faster)), "1 chain")
+    works: dict[bool | None, Work] = {None: partial(chain, False), True: partial(chain, True)}
+    is_faster = trials.fastest("a chain of small kernels, started early", works) is True
+    start(is_faster)
+    return trials.line(int(is_faster), "1 chain")

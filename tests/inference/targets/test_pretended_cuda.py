@@ -193,7 +193,6 @@ MAY_WAIT = {"accept", "refuse_nan", "Prefill._start", "token_scores", "Passes.al
 MAY_WAIT |= {"find_packed_sequence_indices", "difference"}
 ON_THE_HOST = {  # drafters that look for repetitions there, and for the noise of the tokens that they find
     "head and repeats": {"GumbelRow.at", "Tree.to"},
-    "cost-aware": {"CostAware._learn"},  # what the step before has left
     "prompt lookup": {"GumbelRow.at"},
 }
 
@@ -207,7 +206,7 @@ def decoded(
     drafter = DRAFTERS[name](target, make_model, make_head)
     loop = DecodeLoop(target, drafter, 3, static, prefill_chunk=32, prefix_memory=2**20)
     samplings = rows_of(mix, 4)
-    for prompt, count, sampling in zip(PROMPTS, (6, 2, 4, 2), samplings, strict=True):
+    for prompt, count, sampling in zip(PROMPTS, (12, 2, 4, 2), samplings, strict=True):
         loop.submit(Request(prompt, count, sampling, logprobs=len(prompt) == 2, alternatives=2))
     finish(loop)
     longest = PROMPTS[2] + loop.generations[2].tokens
