@@ -213,6 +213,12 @@ class VerifiedOnDevice(Verified):
     counts: Int[Tensor, " batch"]  # these two as in `VerifiedRow`
     remaining: Int[Tensor, " batch"]
 
+    @classmethod
+    def of(cls, verified: VerifiedOnHost) -> "VerifiedOnDevice":
+        numbers = torch.tensor([[row.count, row.remaining] for row in verified.rows])
+        counts, remaining = numbers.to(verified.roots.device, non_blocking=True).unbind(1)
+        return cls(verified.taps, verified.next_tokens, verified.roots, verified.sampling, None, counts, remaining)
+
     def levels(self, most: int) -> int:
         return most
 

@@ -29,14 +29,14 @@ from headstart.inference.core.drafter import NoDrafter
 from headstart.inference.core.recurrent import WINDOW
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree, size_bucket
-from headstart.inference.core.verify import VerifiedOnHost, VerifiedRow, accept
+from headstart.inference.core.verify import VerifiedOnDevice, VerifiedOnHost, VerifiedRow, accept
 from headstart.inference.drafters.costs import CORRECTION_STEPS, NODES, CostSurface, CostTable
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.drafters.model import ModelDrafter
-from headstart.inference.targets.cuda_graph import DraftInputs, StaticStep
+from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.loading import processor_name
 from headstart.inference.targets.model import TargetModel
 
@@ -269,12 +269,13 @@ class Bench:
         )
         if self.step is None or isinstance(drafter, Lookup):
             return partial(drafter.draft, verified, self.cache)
-        step, inputs, another = StaticStep(self.target, drafter, self.cache), DraftInputs.of(verified), copy(drafter)
+        step, another = StaticStep(self.target, drafter, self.cache), copy(drafter)
+        given = VerifiedOnDevice.of(verified)
 
         def draft() -> object:
             if self.cache.head is not None:
                 verified.rewind(self.cache.head)
-            return step.draft(another, inputs, verified.sampling)  # without the target, as it is not the step's own
+            return step.draft(another, given)  # without the target, as it is not the step's own
 
         return draft
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -47,22 +47,6 @@ class GraphMemory:
     def pool(self) -> Any:
         """The memory pool of a live graph; None once the last graph is gone."""
         return next((user.graph.pool() for user in self.users if user.graph is not None), None)
-
-
-class DraftInputs(NamedTuple):
-    """The fields of `VerifiedOnDevice` in a captured draft."""
-
-    taps: Float[Tensor, "batch count tapped"]
-    next_tokens: Int[Tensor, "batch count"]
-    roots: Int[Tensor, "batch 1"]
-    counts: Int[Tensor, " batch"]
-    remaining: Int[Tensor, " batch"]
-
-    @classmethod
-    def of(cls, verified: VerifiedOnHost) -> "DraftInputs":
-        counts, device = [[row.count, row.remaining] for row in verified.rows], verified.roots.device
-        numbers = torch.tensor(counts).to(device, non_blocking=True)
-        return cls(verified.taps, verified.next_tokens, verified.roots, numbers[:, 0], numbers[:, 1])
 
 
 @dataclass(frozen=True)
@@ -151,8 +135,8 @@ class StaticStep:
         for count in rows:
             for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, top_p=0.9)):
                 batch = BatchSampling([sampling] * count, self.target.device)
-                inputs = self.nothing_verified(count)
-                works += [(count, partial(self.draft, each, inputs, batch)) for each in drafters]
+                nothing = self.nothing_verified(batch)
+                works += [(count, partial(self.draft, each, nothing)) for each in drafters]
                 for power in range(nodes):
                     tokens = torch.zeros(count, 1 << power, dtype=torch.long, device=self.target.device)
                     works.append((count, partial(self.verify, Tree(tokens, tokens - 1), batch)))
@@ -162,16 +146,12 @@ class StaticStep:
             yield len(works) - number - 1
         self.cache.set_lengths([])
 
-    def nothing_verified(self, rows: int) -> DraftInputs:
-        count, device = self.drafter.depth + 1, self.target.device
+    def nothing_verified(self, sampling: BatchSampling) -> VerifiedOnDevice:
+        rows, count, device = len(sampling.samplings), self.drafter.depth + 1, self.target.device
+        zeros = partial(torch.zeros, dtype=torch.long, device=device)
         tapped = len(self.drafter.taps) * self.target.config.hidden_size
-        return DraftInputs(
-            torch.zeros(rows, count, tapped, dtype=self.target.dtype, device=device),
-            torch.zeros(rows, count, dtype=torch.long, device=device),
-            torch.zeros(rows, 1, dtype=torch.long, device=device),
-            torch.ones(rows, dtype=torch.long, device=device),
-            torch.zeros(rows, dtype=torch.long, device=device),
-        )
+        taps = torch.zeros(rows, count, tapped, dtype=self.target.dtype, device=device)
+        return VerifiedOnDevice(taps, zeros(rows, count), zeros(rows, 1), sampling, None, zeros(rows) + 1, zeros(rows))
 
     @torch.inference_mode()
     def __call__(self, verified: VerifiedOnHost, with_logits: bool = False, held: Sequence[int] = ()) -> StepOutput:
@@ -180,41 +160,41 @@ class StaticStep:
             return self.verify(self.drafter.draft(verified, self.cache), verified.sampling, with_logits, held)
         if self.cache.head is not None:
             verified.rewind(self.cache.head)
-        return self.draft_and_verify(DraftInputs.of(verified), verified.sampling, verified, with_logits, held)
+        return self.draft_and_verify(VerifiedOnDevice.of(verified), verified, with_logits, held)
 
     @torch.inference_mode()
     def go_on(self, last: StepOutput, sampling: BatchSampling, held: Sequence[int] = ()) -> StepOutput:
         """The step after one that the host has not read: the slots' `lengths` become bounds."""
-        target, head, counts = self.cache.target, self.cache.head, last.followed.counts
+        target, head, followed = self.cache.target, self.cache.head, last.followed
         if head is not None:  # it reads what the last step has verified
             head.set_lengths(target.lengths, target.starts)
-        target.set_lengths([length + last.longest for length in target.lengths], target.starts + counts)
+        target.set_lengths([length + last.longest for length in target.lengths], target.starts + followed.counts)
         if last.remaining is None:
-            return self.verify(Tree.root_only(last.followed.bonus), sampling, held=held)
+            return self.verify(Tree.root_only(followed.bonus), sampling, held=held)
         columns = self.target.tap_columns(self.drafter.taps)
         taps = last.taps if columns is None else last.taps.index_select(-1, columns)
-        inputs = DraftInputs(taps, last.followed.tokens, last.followed.bonus, counts, last.remaining - counts)
-        return self.draft_and_verify(inputs, sampling, None, held=held)
+        left = last.remaining - followed.counts
+        given = VerifiedOnDevice(taps, followed.tokens, followed.bonus, sampling, None, followed.counts, left)
+        return self.draft_and_verify(given, None, held=held)
 
     def draft_and_verify(
         self,
-        inputs: DraftInputs,
-        sampling: BatchSampling,
+        given: VerifiedOnDevice,
         verified: VerifiedOnHost | None,
         with_logits: bool = False,
         held: Sequence[int] = (),
     ) -> StepOutput:
-        at = Situation(max(self.cache.target.lengths), len(inputs.roots), sampling.all_greedy)
+        at = Situation(max(self.cache.target.lengths), len(given.roots), given.sampling.all_greedy)
         drafter, count = self.captured_drafter.planned(at)
-        output = self.draft(drafter, inputs, sampling, with_logits, held)
+        output = self.draft(drafter, given, with_logits, held)
         if isinstance(output, Tree):
             self.captured_drafter.observe(output)
             tree = output if count is None else output.first(count)
             if verified is not None:
                 tree = self.captured_drafter.extended(tree, verified)
-            output = self.verify(tree, sampling, with_logits, held)
+            output = self.verify(tree, given.sampling, with_logits, held)
             output = replace(output, tree=replace(output.tree, levels=drafter.depth))
-        return replace(output, remaining=inputs.remaining)
+        return replace(output, remaining=given.remaining)
 
     @property
     def captured_drafter(self) -> CapturedDrafter:
@@ -226,27 +206,22 @@ class StaticStep:
         return self.drafter.static_shapes and not self.captured_drafter.needs_host
 
     def draft(
-        self,
-        drafter: CapturedDrafter,
-        inputs: DraftInputs,
-        sampling: BatchSampling,
-        with_logits: bool = False,
-        held: Sequence[int] = (),
+        self, drafter: CapturedDrafter, given: VerifiedOnDevice, with_logits: bool = False, held: Sequence[int] = ()
     ) -> StepOutput | Tree:
         """The output of a step by its own drafter, or else the tree that a drafter of one shape draws."""
-        rows, short = len(inputs.roots), self.drafter.depth + 1 - inputs.next_tokens.shape[1]
+        rows, short = len(given.roots), self.drafter.depth + 1 - given.next_tokens.shape[1]
         more, is_own = self.more_rows(rows), drafter is self.drafter
         function = partial(self.draft_and_choose, with_logits) if is_own else partial(self.draft_alone, drafter)
         with self.padded_rows(more, held):
             outputs = self.replay(
                 function,
                 ("draft", with_logits) if is_own else ("draft alone", drafter.depth),
-                sampling,
-                padded(inputs.taps, 0, 0, 0, short, 0, more),
-                padded(inputs.next_tokens, 0, short, 0, more),
-                padded(inputs.roots, 0, 0, 0, more),
-                padded(inputs.counts, 0, more, value=1),
-                padded(inputs.remaining, 0, more),
+                given.sampling,
+                padded(given.taps, 0, 0, 0, short, 0, more),
+                padded(given.next_tokens, 0, short, 0, more),
+                padded(given.roots, 0, 0, 0, more),
+                padded(given.counts, 0, more, value=1),
+                padded(given.remaining, 0, more),
             )
         if self.cache.head is not None:  # inside the step, the lengths advanced on the device alone
             self.cache.head.reset()
@@ -328,14 +303,20 @@ class StaticStep:
         return self.choose(with_logits, sampling, tokens, parents)
 
     def draft_alone(
-        self, drafter: CapturedDrafter, sampling: BatchSampling, *inputs: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draft a tree from `DraftInputs`; returns the tokens, parents and chances of its nodes."""
+        self,
+        drafter: CapturedDrafter,
+        sampling: BatchSampling,
+        taps: Tensor,
+        next_tokens: Tensor,
+        roots: Tensor,
+        counts: Tensor,
+        left: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Draft a tree; returns the tokens, parents and chances of its nodes."""
         self.cache.reset()
         if sampling.gumbel_table is None:
             sampling = self.with_gumbel(sampling, drafter.depth + 1)
-        given = DraftInputs(*inputs)
-        tree = drafter.draft(VerifiedOnDevice(sampling=sampling, history=None, **given._asdict()), self.cache)
+        tree = drafter.draft(VerifiedOnDevice(taps, next_tokens, roots, sampling, None, counts, left), self.cache)
         assert tree.log_chances is not None
         return tree.tokens, tree.parents, tree.log_chances
 
