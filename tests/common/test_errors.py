@@ -121,9 +121,7 @@ INTERRUPTED = {  # command -> the function in which Ctrl-C arrives, and what is 
 
 
 @pytest.mark.parametrize("command", INTERRUPTED)
-def test_ctrl_c_is_one_line_and_exit_code_130(
-    command: str, harvested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
-) -> None:
+def test_ctrl_c_is_one_line_and_exit_code_130(command, harvested, tmp_path, monkeypatch, typed):
     function, said = INTERRUPTED[command]
     monkeypatch.setattr(function, interrupted)
     data = f"data.folder={tmp_path if command == 'harvest' else harvested / 'run'}"

@@ -123,9 +123,7 @@ FULL_AT = {
 
 
 @pytest.mark.parametrize("name", slow_unless([*FULL_AT][:1], FULL_AT))
-def test_after_space_is_made_the_same_command_gives_the_undisturbed_run(
-    typed: Type, tmp_path: Path, undisturbed: tuple[Path, list[str]], name: str
-) -> None:
+def test_after_space_is_made_the_same_command_gives_the_undisturbed_run(typed, tmp_path, undisturbed, name):
     run_dir, written = undisturbed
     expected = files(run_dir)
     assert name in written
@@ -134,9 +132,7 @@ def test_after_space_is_made_the_same_command_gives_the_undisturbed_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(6))
-def test_a_disk_may_fill_up_at_any_write(
-    typed: Type, tmp_path: Path, undisturbed: tuple[Path, list[str]], part: int
-) -> None:
+def test_a_disk_may_fill_up_at_any_write(typed, tmp_path, undisturbed, part):
     expected, written = files(undisturbed[0]), undisturbed[1]
     for number in range(part + 1, len(written) + 1, 6):
         run_dir = tmp_path / "run"
@@ -178,9 +174,7 @@ def test_a_damaged_head_is_written_again_by_the_same_command(typed: Type, traine
 
 
 @pytest.mark.parametrize("name", [slow("prompts/train.jsonl"), "responses/train-00001.jsonl"])
-def test_a_lost_file_of_a_stage_is_made_again_after_what_the_message_says(
-    typed: Type, trained: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_lost_file_of_a_stage_is_made_again_after_what_the_message_says(typed, trained, tmp_path, name):
     expected = contents(trained)
     (tmp_path / "run" / name).unlink()
     if name.startswith("responses"):  # they are not read again otherwise

@@ -44,9 +44,7 @@ class Clock:
         (1 / 64, 5, "work: 320 of 1000 items (32%), 64 items/s, 0:00:11 left"),  # at least 5 seconds apart
     ],
 )
-def test_a_log_gets_a_line_now_and_then(
-    capsys: pytest.CaptureFixture[str], seconds: float, lines: int, second: str
-) -> None:
+def test_a_log_gets_a_line_now_and_then(capsys, seconds, lines, second):
     clock = Clock()
     with Progress("work", 2, "items", active=False) as silent:  # of another rank
         silent.advance(2)
@@ -137,9 +135,7 @@ def test_on_a_terminal_the_bar_counts_and_ends_saying_that_it_is_done(terminal: 
 # Bars of transformers
 
 
-def test_a_target_is_loaded_without_the_bar_of_transformers(
-    target_folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_target_is_loaded_without_the_bar_of_transformers(target_folder, capfd):
     TargetModel.load(TargetSection(path=str(target_folder), dtype="float32", device="cpu"), ())
     assert capfd.readouterr().err == ""
     assert logging.is_progress_bar_enabled()

@@ -236,9 +236,7 @@ def test_rows_that_are_dropped_or_cut_are_counted_and_too_many_refused(place: Pa
         ("prompts/rows.json", "[1, 2]", "inspect", "prompts/stage.json"),
     ],
 )
-def test_a_broken_file_of_a_run_is_named_and_the_remedy_works(
-    harvested: Path, place: Path, typed: Typed, name: str, content: str, command: str, removed: str
-) -> None:
+def test_a_broken_file_of_a_run_is_named_and_the_remedy_works(harvested, place, typed, name, content, command, removed):
     shutil.copytree(harvested / "run", place / "run")
     (place / "run" / name).write_text(content)
     facts = f"{place / 'run' / name} cannot be read | rm {place / 'run' / removed}"

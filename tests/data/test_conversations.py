@@ -208,9 +208,7 @@ def chatml_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("which", ["all", "last"])
-def test_given_conversations_become_features_masked_to_the_assistants_words(
-    given: Path, tmp_path: Path, which: str
-) -> None:
+def test_given_conversations_become_features_masked_to_the_assistants_words(given, tmp_path, which):
     recipe = given_recipe(given, *(["data.turns=last", f"run_dir={tmp_path}"] if which == "last" else []))
     tokenizer = chatml_tokenizer()
     harvest(recipe)
@@ -229,9 +227,7 @@ def test_given_conversations_become_features_masked_to_the_assistants_words(
 
 
 @pytest.mark.parametrize("harvested", [False, True])
-def test_inspect_colours_the_trained_on_text_and_names_dropped_rows(
-    given: Path, tmp_path: Path, harvested: bool
-) -> None:
+def test_inspect_colours_the_trained_on_text_and_names_dropped_rows(given, tmp_path, harvested):
     screen = io.StringIO()
     recipe = given_recipe(given, *([] if harvested else [f"run_dir={tmp_path}"]))
     inspect(recipe, Console(file=screen, force_terminal=True, width=200))

@@ -180,9 +180,7 @@ def lose_the_stage_file(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize("kill", [kill_while_writing_responses, kill_while_writing_features, lose_the_stage_file])
-def test_a_killed_harvest_resumes_to_the_same_bytes(
-    harvested: Path, copied: Recipe, kill: Callable[[Recipe], None]
-) -> None:
+def test_a_killed_harvest_resumes_to_the_same_bytes(harvested, copied, kill):
     kill(copied)
     survivors = modified(copied.features_dir) if copied.features_dir.exists() else {}
     harvest(copied)

@@ -7,7 +7,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -71,9 +71,7 @@ def test_features_too_large_for_the_disk_are_refused_before_the_responses_or_bef
     assert f"features take {decimal(least)} to {decimal(most)} on disk" in capsys.readouterr().out
 
 
-def test_as_many_texts_decode_together_as_fit_into_memory(
-    harvested: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_as_many_texts_decode_together_as_fit_into_memory(harvested, monkeypatch, capsys):
     recipe = tiny_recipe(harvested, "data.generate_batch=3")
     target, sizes = TargetModel.load(recipe.target, ()), []
     prompts = [{"tokens": [5, 6, 7 + number]} for number in range(5)]
@@ -98,9 +96,7 @@ def test_as_many_texts_decode_together_as_fit_into_memory(
     assert shard_work.texts_together(recipe, target, 36) == recipe.data.generate_batch - 1
 
 
-def test_the_fullest_device_of_a_spread_target_bounds_the_texts(
-    harvested: Path, make_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_fullest_device_of_a_spread_target_bounds_the_texts(harvested, make_model, monkeypatch, capsys):
     """The whole cache was compared with what the first device had free. The second has three of the seven layers."""
     recipe = tiny_recipe(harvested, "data.generate_batch=3")
     monkeypatch.setattr(shard_work, "CHECKED_STEP_BYTES_MIN", 0)
@@ -131,9 +127,7 @@ def server() -> Iterator[tuple[str, type[Server]]]:
         yield found
 
 
-def test_responses_come_from_a_server_that_sometimes_fails(
-    server: tuple[str, type[Server]], harvested: Path, tmp_path: Path
-) -> None:
+def test_responses_come_from_a_server_that_sometimes_fails(server, harvested, tmp_path):
     url, handler = server
     handler.failures = iter([503, 0, 429, 0, 0])
     recipe = tiny_recipe(harvested, f"run_dir={tmp_path}", f"data.server={url}")
@@ -174,9 +168,7 @@ def test_all_requests_of_a_batch_are_in_flight_at_once(server: tuple[str, type[S
         (choice(token_ids=[]), " answered with finish_reason 'stop' after no token, an end token"),
     ],
 )
-def test_an_answer_whose_tokens_are_not_the_targets_is_refused(
-    server: tuple[str, type[Server]], harvested: Path, tmp_path: Path, answer: object, why: str
-) -> None:
+def test_an_answer_whose_tokens_are_not_the_targets_is_refused(server, harvested, tmp_path, answer, why):
     """From text alone an end token was guessed, which the target did not write."""
     url, handler = server
     handler.odd = answer
@@ -197,9 +189,7 @@ def test_a_draft_head_writes_the_targets_own_text(tmp_path: Path) -> None:
     assert FeatureStore(recipe.features_dir, "train").about["written_by"] == "speculative decoding"
 
 
-def test_answers_end_where_the_chat_template_ends_them(
-    harvested: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_end_where_the_chat_template_ends_them(harvested, tmp_path, capsys):
     before = {tuple(row["prompt"]): row["response"] for row in responses(tiny_recipe(harvested))}
     mark = next(row[2] for row in before.values() if len(row) > 3)
     tokenizer, target = build_tokenizer(), shutil.copytree(harvested / "target", tmp_path / "target")
@@ -272,9 +262,7 @@ def killed(processes: list[BaseProcess], folder: Path, new_files: int, delay: fl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [build_run, build_seeing_run])
-def test_a_harvest_killed_20_times_with_changing_ranks_equals_an_uninterrupted_one(
-    build: Callable[[Path], Path], tmp_path: Path
-) -> None:
+def test_a_harvest_killed_20_times_with_changing_ranks_equals_an_uninterrupted_one(build, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
         folder.mkdir()

@@ -92,9 +92,7 @@ class KilledError(Exception):
     """Ends a command in a test."""
 
 
-def test_a_run_in_a_bucket_is_the_local_one_and_goes_on_on_another_machine(
-    store: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_in_a_bucket_is_the_local_one_and_goes_on_on_another_machine(store, local, tmp_path, monkeypatch):
     """The first machine is killed while it uploads a checkpoint, which is none without its last file."""
     upload = remote.upload
 
@@ -154,9 +152,7 @@ def test_parts_on_machines_that_share_only_a_bucket_and_workers_of_ray_leave_the
 
 
 @pytest.mark.slow
-def test_a_cache_smaller_than_the_features_changes_nothing(
-    store: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_smaller_than_the_features_changes_nothing(store, local, tmp_path, monkeypatch):
     """Two shards of three fit. The harvest keeps no more, and training fetches them as it goes."""
     largest = max(path.stat().st_size for path in (local / "run/features").glob("train-*.safetensors"))
     monkeypatch.setenv("HEADSTART_CACHE_GB", str(2.5 * largest / 1e9))
@@ -167,9 +163,7 @@ def test_a_cache_smaller_than_the_features_changes_nothing(
     assert_same_run(store, local)
 
 
-def test_an_order_is_followed_with_no_more_shards_than_fit(
-    store: str, local: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_order_is_followed_with_no_more_shards_than_fit(store, local, monkeypatch):
     """An order by shard, of 5, 5 and 2 samples, and room for one shard: each is fetched once and then dropped."""
     fill(store, local / "run")
     recipe = tiny_recipe(local, f"run_dir={store}")
@@ -236,9 +230,7 @@ def with_a_wrong_bit(body: bytes) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [cut, throttled, timed_out])
-def test_requests_that_fail_now_and_then_are_survived(
-    store: str, server: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
-) -> None:
+def test_requests_that_fail_now_and_then_are_survived(store, server, local, tmp_path, monkeypatch, fault):
     import s3fs
 
     monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 0.5)
@@ -263,9 +255,7 @@ def test_requests_that_fail_now_and_then_are_survived(
         slow(answering_shards(with_a_wrong_bit, checksums=True)),
     ],
 )
-def test_a_shard_that_arrives_wrong_is_fetched_again_or_named(
-    store: str, server: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
-) -> None:
+def test_a_shard_that_arrives_wrong_is_fetched_again_or_named(store, server, local, tmp_path, monkeypatch, fault):
     fill(store, local / "run")
     for machine, often in (("second", 2), ("third", 1)):
         with proxy(server, every(often, fault)) as address:
@@ -303,9 +293,7 @@ SECRET = r"run_dir: .*without user, password and query.*AWS_PROFILE"
         ("data.draft_head=s3://bucket/head", r"data\.draft_head: .*only run_dir, data\.folder, data\.store may"),
     ],
 )
-def test_a_url_that_cannot_be_used_is_refused(
-    local: Path, monkeypatch: pytest.MonkeyPatch, override: str, message: str
-) -> None:
+def test_a_url_that_cannot_be_used_is_refused(local, monkeypatch, override, message):
     find = remote.find_spec
     monkeypatch.setattr(remote, "find_spec", lambda name: None if name == "gcsfs" else find(name))
     with pytest.raises(RecipeError, match=message) as refused:
@@ -313,9 +301,7 @@ def test_a_url_that_cannot_be_used_is_refused(
     assert "hunter2" not in str(refused.value)
 
 
-def test_a_store_that_cannot_be_used_is_named_before_any_work(
-    store: str, server: str, local: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_cannot_be_used_is_named_before_any_work(store, server, local, monkeypatch):
     recipe, unknown = tiny_recipe(local, f"run_dir={store}"), tiny_recipe(local, "run_dir=s3://no-such-bucket/run")
     with pytest.raises(ValueError, match=r"run_dir: s3://no-such-bucket/run: .*bucket.*correct the name"):
         train(unknown)
@@ -351,9 +337,7 @@ with only_run_in(mirror_of(sys.argv[1]), "training"):
 
 
 @pytest.mark.slow
-def test_a_second_command_is_refused_on_any_machine_and_a_killed_one_makes_way(
-    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_command_is_refused_on_any_machine_and_a_killed_one_makes_way(store, tmp_path, monkeypatch):
     command, environment = [sys.executable, "-c", KILLED, store], quiet_environment(Path(__file__).parents[2])
     process = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     number = process.stdout.strip()
@@ -371,9 +355,7 @@ def test_a_second_command_is_refused_on_any_machine_and_a_killed_one_makes_way(
     assert not filesystem("s3").exists(f"{store}/{OWNER}")
 
 
-def test_a_rank_that_pulls_leaves_another_rank_the_file_that_it_is_writing(
-    store: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_pulls_leaves_another_rank_the_file_that_it_is_writing(store, monkeypatch):
     folder, upload = mirror_of(store), remote.upload
 
     def upload_beside_a_pull(source: Path, path: Path) -> None:

@@ -105,9 +105,7 @@ def test_of_parts_that_finish_together_the_last_writes_the_manifest_and_then_non
 # Mistakes
 
 
-def test_a_part_of_another_recipe_or_by_other_code_is_refused_by_name(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_of_another_recipe_or_by_other_code_is_refused_by_name(folder, monkeypatch):
     make(folder, "1/2")
     before = contents(folder / "run")
     for override, facts in (
@@ -128,9 +126,7 @@ def test_a_part_of_another_recipe_or_by_other_code_is_refused_by_name(
 
 
 @pytest.mark.parametrize("stage", ["responses", "features"])
-def test_sigterm_finishes_what_has_begun_and_the_same_command_goes_on(
-    folder: Path, harvested: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str
-) -> None:
+def test_sigterm_finishes_what_has_begun_and_the_same_command_goes_on(folder, harvested, monkeypatch, capsys, stage):
     """Three texts decode together; a shard of features has five samples."""
     expected, calls = contents(harvested / "run"), 0
     add: Callable[..., None] = ShardProgress.add

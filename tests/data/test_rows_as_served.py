@@ -188,9 +188,7 @@ def calls_with(value: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_part_of_a_turn_vanished_if_its_text_stood_elsewhere_in_the_prompt(
-    source: str, messages: list[dict[str, Any]], hidden: str
-) -> None:
+def test_a_part_of_a_turn_vanished_if_its_text_stood_elsewhere_in_the_prompt(source, messages, hidden):
     answered, found = {"messages": [*messages, says("Yes.")]}, template(source)
     for read in (
         lambda: prompt_of(found, {"messages": messages}),
@@ -267,9 +265,7 @@ ODD_FIELDS = [
         (CHATML, [{"messages": [*HELLO["messages"], user("Bye")]}], "dropped the turns after the last answer of 1"),
     ],
 )
-def test_what_is_added_not_read_or_dropped_is_said(
-    tmp_path: Path, source: str, rows: list[dict[str, Any]], part: str
-) -> None:
+def test_what_is_added_not_read_or_dropped_is_said(tmp_path, source, rows, part):
     kept, summary = report_of(template(source), tmp_path / "rows.jsonl", *rows, responses="given")
     assert part in summary
     assert "Hello." in str(template(source).tokenizer.decode(kept[0]["text"]))
@@ -291,9 +287,7 @@ ONCE_MORE = "turn 2 opens <think> once more than the chat template; close it, or
         (CHATML.replace("assistant\n", "assistant\n<think>\n"), says("<think>Two and two."), ONCE_MORE),
     ],
 )
-def test_an_answer_that_cannot_be_trained_on_as_it_is_refuses_the_row(
-    source: str, answer: dict[str, Any], why: str
-) -> None:
+def test_an_answer_that_cannot_be_trained_on_as_it_is_refuses_the_row(source, answer, why):
     with pytest.raises(BadRow, match=why):
         samples(template(source), {"messages": [user("2+2?"), answer]})
 

@@ -76,9 +76,7 @@ def test_both_kinds_are_kept_held_out_and_harvested(folder: Path) -> None:
     assert len(FeatureStore(recipe.features_dir, "train")) == 4
 
 
-def test_a_target_writes_other_words_about_another_picture_and_the_run_of_the_first_is_refused(
-    folder: Path, shown: Path
-) -> None:
+def test_a_target_writes_other_words_about_another_picture_and_the_run_of_the_first_is_refused(folder, shown):
     for path in shown.iterdir():
         Image.open(path).rotate(180).save(path)
     recipe = own_recipe(folder, shown)
@@ -92,9 +90,7 @@ def test_a_target_writes_other_words_about_another_picture_and_the_run_of_the_fi
     assert_raises(lambda: make_prompts_alone(recipe), said)
 
 
-def test_a_killed_run_goes_on_after_its_last_candidate_in_batches_of_any_size(
-    folder: Path, shown: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_goes_on_after_its_last_candidate_in_batches_of_any_size(folder, shown, monkeypatch):
     """candidates   0..7 | torn line   killed   the torn one and all after it by the same command, pictures too"""
     recipe, written = own_recipe(folder, shown, "data.generate_batch=24"), list[int]()
 
@@ -151,9 +147,7 @@ def test_the_same_question_about_another_picture_is_another_prompt() -> None:
 
 
 @pytest.mark.parametrize("symptom", ["missing", "empty", "text alone", "template"])
-def test_what_rules_out_prompts_about_pictures_is_named_before_any_work(
-    folder: Path, shown: Path, symptom: str
-) -> None:
+def test_what_rules_out_prompts_about_pictures_is_named_before_any_work(folder, shown, symptom):
     overrides, says = [], Says("data.self_pictures", f"{shown} given", "rules out", "leave the field out")
     if symptom in ("missing", "empty"):
         shutil.rmtree(shown)

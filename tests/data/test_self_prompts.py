@@ -165,9 +165,7 @@ def scripted(said: str, tokenizer: PreTrainedTokenizerFast, ends: bool = True) -
         ("one two three [PAD] four", True, "template marks"),  # a token that the target lacks
     ],
 )
-def test_what_is_wrong_with_a_candidate_alone_is_found(
-    folder: Path, tmp_path: Path, said: str, ends: bool, why: str | None
-) -> None:
+def test_what_is_wrong_with_a_candidate_alone_is_found(folder, tmp_path, said, ends, why):
     """A good one becomes the prompt that a server renders from the words."""
     tokenizer, recipe = build_letters(), own_recipe(folder, tmp_path)
     tokenizer.chat_template = str(tokenizer.chat_template).replace("m.content", "m.content | trim")

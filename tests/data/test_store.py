@@ -69,9 +69,7 @@ def test_a_token_takes_the_space_of_its_states(tmp_path: Path, storage: str, siz
     ("storage", "error", "smallest"),
     [("float32", 0, 0), ("bfloat16", 2**-8, 0), ("float8", 2**-4, 2**-12), ("int8", 2**-8, 1 / 254)],
 )
-def test_stored_numbers_have_the_precision_of_their_format(
-    tmp_path: Path, storage: str, error: float, smallest: float
-) -> None:
+def test_stored_numbers_have_the_precision_of_their_format(tmp_path, storage, error, smallest):
     """Errors are at most `error` of a number, or `smallest` of the largest of its row: half a step in int8."""
     states = torch.randn(50, 64) * torch.logspace(-4, 4, 50)[:, None]
     states[27] = 0
@@ -82,9 +80,7 @@ def test_stored_numbers_have_the_precision_of_their_format(
 
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8"])
-def test_samples_written_in_any_order_give_the_file_that_safetensors_writes_of_all(
-    tmp_path: Path, storage: str
-) -> None:
+def test_samples_written_in_any_order_give_the_file_that_safetensors_writes_of_all(tmp_path, storage):
     """Two batches of samples, [2, 0] and [1], after the half of a shard that a killed run left."""
     (tmp_path / "shard.partial").write_bytes(b"half a shard" * 1000)
     samples, taps = [sample_of(length, 16, 2) for length in (5, 3, 9)], (1, 10)
@@ -104,9 +100,7 @@ def test_samples_written_in_any_order_give_the_file_that_safetensors_writes_of_a
 
 
 @pytest.mark.parametrize("checked_first", [True, False])
-def test_states_too_large_for_the_format_stop_the_harvest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked_first: bool
-) -> None:
+def test_states_too_large_for_the_format_stop_the_harvest(tmp_path, monkeypatch, checked_first):
     build_run(tmp_path)
     edit_tensors(tmp_path / "target", lambda tensors: tensors["model.embed_tokens.weight"].mul_(1e6))
     if not checked_first:  # as if only later texts had such states
@@ -153,9 +147,7 @@ def test_a_flipped_bit_anywhere_in_a_shard_is_found_and_named(folder: Path) -> N
 
 
 @pytest.mark.parametrize(("name", "damage"), [("train-00001", "flip"), ("train-00002", "lose"), ("manifest", "tear")])
-def test_the_remedy_for_a_damaged_store_makes_the_same_store(
-    harvested: Path, tmp_path: Path, name: str, damage: str
-) -> None:
+def test_the_remedy_for_a_damaged_store_makes_the_same_store(harvested, tmp_path, name, damage):
     shutil.copytree(harvested / "run", tmp_path / "run")
     recipe, folder = tiny_recipe(harvested, f"run_dir={tmp_path / 'run'}"), tmp_path / "run" / "features"
     path = folder / (f"{name}.json" if damage == "tear" else f"{name}.safetensors")
@@ -246,9 +238,7 @@ def checksums(monkeypatch: pytest.MonkeyPatch) -> Checksums:
     return waiting
 
 
-def test_the_first_sample_of_a_shard_does_not_wait_for_the_checksum_of_the_whole(
-    folder: Path, checksums: Checksums
-) -> None:
+def test_the_first_sample_of_a_shard_does_not_wait_for_the_checksum_of_the_whole(folder, checksums):
     """Each shard was read whole for its first sample: 2 TB in the first steps of a large run. Damage is still found."""
     checksums.allowed.set()
     sound = FeatureStore(folder, "train")
@@ -287,9 +277,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("storage", ["bfloat16", "int8"])
-def test_the_first_sample_of_a_shard_costs_its_own_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checksums: Checksums, storage: str
-) -> None:
+def test_the_first_sample_of_a_shard_costs_its_own_bytes(tmp_path, monkeypatch, checksums, storage):
     """And eight bytes for each sample of the shard, the offsets; it used to cost the whole shard."""
     samples = [sample_of(length, 64, 3) for length in (90, 7, 300, 45)]
     write_shard(tmp_path / "train-00000.safetensors", samples, (1, 5, 9), "x", storage)
@@ -310,9 +298,7 @@ def tensor_bytes() -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
 
 
-def test_a_harvest_holds_a_few_batches_and_no_shard(
-    harvested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_harvest_holds_a_few_batches_and_no_shard(harvested, tmp_path, monkeypatch):
     """At most 8 GB at the sizes of the 8B recipe, where it held up to three shards of 17 GB.
 
     Here texts are a 64th as long and a 32nd as wide, in two shards of 32 batches, with the threads of a GPU.
@@ -368,9 +354,7 @@ class Watched(FeatureStore):
 
 
 @pytest.mark.parametrize("limit", [None, 80])
-def test_reading_ahead_returns_the_same_batches_made_by_one_background_thread(
-    harvested: Path, limit: int | None
-) -> None:
+def test_reading_ahead_returns_the_same_batches_made_by_one_background_thread(harvested, limit):
     """[3, 1] is announced twice, as a step reads it; [7] was not announced."""
     store, watched = FeatureStore(harvested / "run" / "features", "train"), Watched(harvested / "run")
     ahead = ReadAhead(watched)

@@ -276,9 +276,7 @@ told by convert: a vocabulary of another size | draft vocab 99 | CONVERT => draf
 
 
 @pytest.mark.parametrize("symptom", COMMANDS)
-def test_a_command_tells_what_is_wrong(
-    symptom: str, copied: Callable[..., Path], typed: Typed, place: Path, tmp_path: Path
-) -> None:
+def test_a_command_tells_what_is_wrong(symptom, copied, typed, place, tmp_path):
     [edit, line], facts = COMMANDS[symptom]
     (tmp_path / "questions.jsonl").write_text('{"text": "the target writes"}\n')
     for name in ("target", "medusa", "foreign"):

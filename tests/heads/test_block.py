@@ -16,7 +16,6 @@ from headstart.heads.attention_kernels import (
     scored_backward,
     scored_forward,
 )
-from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds import block_attention
 from headstart.heads.kinds.block import BlockHead, spread_taps
 from headstart.heads.kinds.block_attention import BlockCache, Blocks, Reach
@@ -256,9 +255,7 @@ def test_the_logits_are_those_of_the_files_by_the_definition(make_head: MakeHead
 
 
 @pytest.mark.parametrize("fields", [{}, {"markov_rank": 0}, {"causal": True}], ids=str)
-def test_a_new_head_passes_the_block_through_and_depends_on_its_seed_alone(
-    frozen: FrozenTarget, fields: dict[str, Any]
-) -> None:
+def test_a_new_head_passes_the_block_through_and_depends_on_its_seed_alone(frozen, fields):
     section = BlockSection(kind="block", **fields)
     one, again, other = (new_head(section, frozen, DraftVocab.full(97), seed) for seed in (3, 3, 4))
     assert isinstance(one, BlockHead)

@@ -76,9 +76,7 @@ def test_estimated_chances_near_temperature_zero_equal_those_of_greedy_decoding(
     torch.testing.assert_close(cold, greedy, atol=5e-3, rtol=0)
 
 
-def test_a_fitted_calibration_is_in_range_and_repeatable_and_survives_config_json(
-    target: TargetModel, make_head: MakeHead
-) -> None:
+def test_a_fitted_calibration_is_in_range_and_repeatable_and_survives_config_json(target, make_head):
     head = make_head()
     prompts = [Request(tokens, 5) for tokens in ([5, 6, 7], [9, 2])]
     fitted = fit_calibration(target, head, prompts, depth=3)

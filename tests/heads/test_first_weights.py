@@ -2,8 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch.testing import assert_close
@@ -13,11 +11,8 @@ from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.heads.kinds.linear_start import RIDGE, LeastSquares
 from headstart.heads.vocab import DraftVocab
-from headstart.recipes import Recipe
 from headstart.recipes.schema_heads import Eagle3Section
 from headstart.trainers import run
-
-MakeRecipe = Callable[..., Recipe]
 
 
 def test_sums_over_batches_give_the_ridge_regression_of_all_pairs() -> None:
@@ -55,9 +50,7 @@ def test_a_head_starts_as_the_fitted_map(frozen: FrozenTarget) -> None:
     assert_close(found, wanted, rtol=1e-3, atol=1e-3)
 
 
-def test_the_first_loss_of_an_eagle_3_head_is_below_that_of_the_uniform_distribution(
-    harvested: Path, make_recipe: MakeRecipe
-) -> None:
+def test_the_first_loss_of_an_eagle_3_head_is_below_that_of_the_uniform_distribution(harvested, make_recipe):
     recipe = make_recipe("run", "train.fitted_start=true", "train.steps=1", "train.warmup_steps=0")
     run(recipe)
     first = json.loads(recipe.metrics_path.read_text().splitlines()[0])

@@ -1,7 +1,6 @@
 """Laws of a saved head: it loads bit for bit, has the engines' names and keys, and is refused by any other target."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,9 @@ from exported import EVERY_HEAD, LIMITED, edit_config, edit_tensors, logits, rea
 from torch import Tensor
 
 from headstart.heads import files
-from headstart.heads.base import DraftHead
-from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import load_head_for, save_head
 from headstart.heads.target_config import Rope
 
-MakeHead = Callable[..., Any]
 HEADS = EVERY_HEAD | {
     "one key head": {"num_kv_heads": 1, "intermediate_size": 24},
     "eagle1 bias": {"kind": "eagle1", "num_kv_heads": 1, "fc_bias": True},
@@ -29,9 +25,7 @@ HEADS = EVERY_HEAD | {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_loaded_head_gives_bit_identical_logits(
-    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path, name: str
-) -> None:
+def test_a_loaded_head_gives_bit_identical_logits(make_head, frozen, tmp_path, name):
     """The scales of its inputs, powers of two, are folded into the weights. No random weights are drawn first."""
     head = make_head(**HEADS[name])
     inputs = head.fc.in_features if hasattr(head, "fc") else frozen.config.hidden_size
@@ -120,9 +114,7 @@ EAGLE1_CONFIG = LAYER_CONFIG | {
     ],
     ids=["eagle3", "eagle1"],
 )
-def test_tensors_and_config_have_the_names_and_keys_that_engines_read(
-    make_head: MakeHead, tmp_path: Path, arguments: dict[str, Any], shapes: dict[str, Any], config: dict[str, Any]
-) -> None:
+def test_tensors_and_config_have_the_names_and_keys_that_engines_read(make_head, tmp_path, arguments, shapes, config):
     save_head(make_head(**arguments), tmp_path / "head")
     tensors = read_tensors(tmp_path / "head")
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == shapes
@@ -136,9 +128,7 @@ def test_tensors_and_config_have_the_names_and_keys_that_engines_read(
 
 
 @pytest.mark.parametrize(("taps", "num_layers"), [((1, 3, 6), 7), ((1, 6), 7), ((1, 2, 3), 5)])
-def test_taps_that_engines_would_not_choose_are_written_in_both_countings(
-    make_head: MakeHead, tmp_path: Path, taps: tuple[int, ...], num_layers: int
-) -> None:
+def test_taps_that_engines_would_not_choose_are_written_in_both_countings(make_head, tmp_path, taps, num_layers):
     """vLLM uses the Hugging Face index; SGLang names the layer that outputs it, one less.
 
     Below 7 layers the engines' default 2, L//2, L-3 collides, so our own default is written too.
@@ -153,9 +143,7 @@ def test_taps_that_engines_would_not_choose_are_written_in_both_countings(
     assert config.get("num_aux_hidden_states", 3) == len(taps)
 
 
-def test_a_published_heads_taps_are_its_top_level_ids_or_the_default(
-    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path
-) -> None:
+def test_a_published_heads_taps_are_its_top_level_ids_or_the_default(make_head, frozen, tmp_path):
     """Such a head has no section of ours, and here no t2d either."""
     for taps in ((2, 3, 4), (1, 3, 6)):
         head = make_head(taps=taps, vocab=LIMITED)
@@ -189,9 +177,7 @@ def test_a_rope_is_read_alike_from_either_spelling(rope: Rope) -> None:
         assert Rope.from_config({**before, "rope_scaling": scaling}) == rope
 
 
-def test_every_mismatch_with_another_target_is_named_at_once(
-    head: DraftHead, frozen: FrozenTarget, tmp_path: Path
-) -> None:
+def test_every_mismatch_with_another_target_is_named_at_once(head, frozen, tmp_path):
     save_head(head, tmp_path / "head")
     changes: dict[str, Any] = {"hidden_size": 64, "vocab_size": 50, "num_layers": 3, "rope": Rope(5e5)}
     other = dataclasses.replace(frozen, config=dataclasses.replace(frozen.config, **changes))
@@ -200,9 +186,7 @@ def test_every_mismatch_with_another_target_is_named_at_once(
     assert_raises(lambda: load_head_for(tmp_path / "head", other), f"{parts} | target {{'theta': 500000.0")
 
 
-def test_a_killed_save_leaves_the_previous_head(
-    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_save_leaves_the_previous_head(make_head, frozen, tmp_path, monkeypatch):
     first, second = make_head(seed=1), make_head(seed=2)
     save_head(first, tmp_path / "head")
 
@@ -221,9 +205,7 @@ def test_a_killed_save_leaves_the_previous_head(
     assert sorted(path.name for path in (tmp_path / "head").iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_a_published_eagle_1_head_is_loaded_if_its_embedding_is_the_targets(
-    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path
-) -> None:
+def test_a_published_eagle_1_head_is_loaded_if_its_embedding_is_the_targets(make_head, frozen, tmp_path):
     """It has a plain Llama's config.json, a bias, and a copy of the target's embedding in half precision."""
     head = make_head("eagle1", fc_bias=True)
     save_head(head, tmp_path / "head")

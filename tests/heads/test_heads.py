@@ -125,9 +125,7 @@ def test_an_unroll_equals_drafting_after_every_prefix(make_head: MakeHead, shape
 
 
 @pytest.mark.parametrize("width", [24, 48])
-def test_a_head_of_another_width_starts_with_a_projection_of_the_targets_embedding(
-    frozen: FrozenTarget, width: int
-) -> None:
+def test_a_head_of_another_width_starts_with_a_projection_of_the_targets_embedding(frozen, width):
     """A random projection roughly preserves angles, so tokens that are similar to the target stay similar."""
     head = new_head(Eagle3Section(kind="eagle3", hidden_size=width), frozen, DraftVocab.full(97), seed=3)
     own = dict(head.named_parameters())["embed_tokens.weight"]
@@ -165,9 +163,7 @@ def test_logits_parameters_are_exactly_those_that_the_logits_depend_on(make_head
 
 
 @pytest.mark.parametrize("size", [None, 20])
-def test_a_new_head_reads_its_features_through_the_targets_norm_and_lm_head(
-    frozen: FrozenTarget, size: int | None
-) -> None:
+def test_a_new_head_reads_its_features_through_the_targets_norm_and_lm_head(frozen, size):
     """An untrained layer passes its features through, so the logits are the target's own for the projected taps."""
     vocab = DraftVocab.full(97) if size is None else DraftVocab.most_frequent(torch.randint(50, (97,)), size)
     head = new_head(Eagle3Section(kind="eagle3"), frozen, vocab, seed=3)

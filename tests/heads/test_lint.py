@@ -11,7 +11,6 @@ import torch
 from exported import EVERY_HEAD, LIMITED, edit_config, files_in_memory
 from torch import Tensor
 
-from headstart.heads.base import DraftHead
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats.convert import convert
 from headstart.heads.formats.kinds.eagle import EAGLE3
@@ -176,9 +175,7 @@ def test_nothing_is_found_in_a_head_without_a_mistake(make_head: MakeHead, froze
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=str)
-def test_each_planted_mistake_is_found_for_the_engines_it_concerns(
-    make_head: MakeHead, frozen: FrozenTarget, mistake: Mistake
-) -> None:
+def test_each_planted_mistake_is_found_for_the_engines_it_concerns(make_head, frozen, mistake):
     name, arguments = HEADS[mistake.head]
     files = files_in_memory(make_head(**arguments), name)
     mistake.config(files.config)
@@ -189,9 +186,7 @@ def test_each_planted_mistake_is_found_for_the_engines_it_concerns(
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_positions_by_rows_and_columns_give_a_warning_where_they_are_counted_by_index(
-    make_head: MakeHead, frozen: FrozenTarget, is_ours: bool
-) -> None:
+def test_positions_by_rows_and_columns_give_a_warning_where_they_are_counted_by_index(make_head, frozen, is_ours):
     files = files_in_memory(make_head(vocab=LIMITED, taps=(2, 3, 4)), "vllm")
     engines = engines_of(files)
     files.config.update(rope_parameters=BY_ROWS, rope_scaling=BY_ROWS)
@@ -205,9 +200,7 @@ def test_positions_by_rows_and_columns_give_a_warning_where_they_are_counted_by_
 
 
 @pytest.mark.parametrize("name", ["vllm", "speculators"])
-def test_mistakes_that_engines_ignore_are_found_in_published_heads(
-    make_head: MakeHead, frozen: FrozenTarget, name: str
-) -> None:
+def test_mistakes_that_engines_ignore_are_found_in_published_heads(make_head, frozen, name):
     """The files of such a head do not say which taps it was trained on, so wrong ones give a warning only."""
     ids = {IDS: [1, 2, 3], "eagle_config": {IDS: [0, 1, 2]}}
     mistakes: list[Callable[[Config, Tensors], object]] = [
@@ -228,9 +221,7 @@ def test_mistakes_that_engines_ignore_are_found_in_published_heads(
         assert wanted in {violation.severity for violation in lint_in_memory(files, frozen)}
 
 
-def test_a_published_head_is_checked_for_every_engine_that_reads_its_layout(
-    make_head: MakeHead, frozen: FrozenTarget
-) -> None:
+def test_a_published_head_is_checked_for_every_engine_that_reads_its_layout(make_head, frozen):
     """A published head may have been trained with a rotary base unlike its target's, so that is only a warning."""
     files = files_in_memory(make_head(norm_before_residual=True), "vllm")
     del files.config["headstart"]
@@ -246,9 +237,7 @@ def test_a_published_head_is_checked_for_every_engine_that_reads_its_layout(
 
 
 @pytest.mark.parametrize("command", [lint, lambda folder, target: convert(folder, folder / "back", target)])
-def test_keys_with_values_of_wrong_types_are_named_by_lint_and_by_convert(
-    head: DraftHead, export_as: ExportAs, target_folder: Path, command: Callable[[Path, str], object]
-) -> None:
+def test_keys_with_values_of_wrong_types_are_named_by_lint_and_by_convert(head, export_as, target_folder, command):
     folder = export_as(head, "vllm")
     edit_config(folder, put(hidden_size="32", architectures=7))
     with pytest.raises(ValueError, match=r"(?s)hidden_size: '32' given.*architectures: 7 given"):
@@ -272,9 +261,7 @@ def test_lint_found_nothing_in_a_head_that_was_trained_for_other_weights(
     [("llama", set()), ("qwen3_next", set()), ("gemma2", {"vllm", "sglang"}), ("glm4_moe_lite", {"vllm"})],
     ids=lambda given: given if isinstance(given, str) else "",
 )
-def test_an_engine_that_refuses_the_family_of_the_target_is_named(
-    make_head: MakeHead, frozen: FrozenTarget, family: str, engines: set[str]
-) -> None:
+def test_an_engine_that_refuses_the_family_of_the_target_is_named(make_head, frozen, family, engines):
     """The engine would load the weights, and end when it asks the target for hidden states. EAGLE-1 needs none."""
     for_family, place = replace(frozen, config=replace(frozen.config, model_type=family)), "the target's model_type"
     for kind, expected in (("eagle3", engines), ("eagle1", set())):

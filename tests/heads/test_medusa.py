@@ -52,9 +52,7 @@ def reader(deep_target: TargetModel) -> TargetModel:
 
 @pytest.mark.parametrize("rank", [None, 4])
 @pytest.mark.parametrize("size", [None, 30])
-def test_new_heads_give_the_targets_own_logits(
-    frozen: FrozenTarget, reader: TargetModel, size: int | None, rank: int | None
-) -> None:
+def test_new_heads_give_the_targets_own_logits(frozen, reader, size, rank):
     """Blocks of zeros are the identity, so each head computes the target's logits from its last hidden state."""
     vocab = DraftVocab.full(97) if size is None else DraftVocab(torch.arange(size) * 3, 97)
     section = MedusaSection(kind="medusa", medusa_heads=3, lm_head_rank=rank)
@@ -136,9 +134,7 @@ def test_heads_change_no_text(reader: TargetModel, make_head: MakeHead, growth: 
 
 
 @pytest.mark.parametrize("kind", ["medusa", "block"])
-def test_a_depth_that_nobody_chose_is_no_deeper_than_the_head(
-    kind: str, make_head: MakeHead, target_folder: Path, tmp_path: Path
-) -> None:
+def test_a_depth_that_nobody_chose_is_no_deeper_than_the_head(kind, make_head, target_folder, tmp_path):
     head = make_head(kind, **({"block_size": 3} if kind == "block" else {}))
     assert head.max_levels == 3
     save_head(head, tmp_path / "head")
@@ -190,9 +186,7 @@ def test_the_searched_tree_is_the_best_of_all_trees(nodes: int) -> None:
         searched.best(99)
 
 
-def test_the_tally_counts_the_rank_of_the_targets_choice_given_a_correct_prefix(
-    reader: TargetModel, make_head: MakeHead
-) -> None:
+def test_the_tally_counts_the_rank_of_the_targets_choice_given_a_correct_prefix(reader, make_head):
     head = make_head("medusa", vocab=LIMITED)
     tally = Tally.empty(torch.ones(3, 1), MAX_RANKS)
     tally_texts(tally, reader, head, write_texts(reader, head, [Request(PROMPT, 20)], 3))

@@ -66,9 +66,7 @@ def test_a_head_of_a_target_without_plain_attention_gets_plain_sizes(family: str
     ids=["no limit of positions", "mpt", "a decoder beside an encoder"],
 )
 @pytest.mark.parametrize("section", [(), ("text_config",), ("llm_config",), ("thinker_config", "text_config")], ids=str)
-def test_sizes_are_found_under_other_names(
-    config: dict[str, Any], wanted: tuple[int, ...], section: tuple[str, ...]
-) -> None:
+def test_sizes_are_found_under_other_names(config, wanted, section):
     for name in reversed(section):
         config = {"model_type": "wrapper", "hidden_size": 99, name: config}
     found = TargetConfig.from_dict(config)

@@ -1,7 +1,5 @@
 """Recipe fields that no other test sets reach the code that they are for."""
 
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +9,10 @@ import wandb
 from tiny_run import tiny_recipe
 
 from headstart.inference.report import command
-from headstart.recipes import Recipe
 from headstart.trainers.tracking import Tracker
 
 
-def test_the_report_uses_as_many_cpu_threads_as_the_recipe_says(
-    harvested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_report_uses_as_many_cpu_threads_as_the_recipe_says(harvested, tmp_path, monkeypatch):
     counts: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
     monkeypatch.setattr(command, "measure", None)
@@ -27,9 +22,7 @@ def test_the_report_uses_as_many_cpu_threads_as_the_recipe_says(
     assert counts == [3]
 
 
-def test_metrics_go_to_a_wandb_project_that_the_environment_may_name(
-    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_go_to_a_wandb_project_that_the_environment_may_name(make_recipe, monkeypatch):
     settings: dict[str, Any] = {}
 
     def init(**given: Any) -> SimpleNamespace:

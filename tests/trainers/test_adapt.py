@@ -233,9 +233,7 @@ def test_a_planted_bad_candidate_is_refused(demo: tuple[DraftHead, list[Sample],
     assert not judge(head, damaged(head, torch.zeros_like), samples[:4], 3, 2).is_better  # too few to tell
 
 
-def test_a_better_candidate_is_served_and_rolled_back(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_better_candidate_is_served_and_rolled_back(recipe, monkeypatch, capsys):
     monkeypatch.setattr(os, "nice", lambda _: None)
     monkeypatch.setattr(refreshing, "judge", lambda *_: BETTER)
     monkeypatch.setattr(refreshing, "LEAST", 2)

@@ -1,7 +1,6 @@
 """Laws of checkpoints: written whole or not at all, restored exactly, and refused if in doubt."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,9 +66,7 @@ def cut_in_half(path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["head.safetensors", "optimizers.safetensors", "target.safetensors", "state.json"])
 @pytest.mark.parametrize("damage", [cut_in_half, Path.unlink, spoil])
-def test_an_unreadable_newest_checkpoint_stops_with_its_name(
-    tmp_path: Path, file: str, damage: Callable[[Path], None]
-) -> None:
+def test_an_unreadable_newest_checkpoint_stops_with_its_name(tmp_path, file, damage):
     checkpoints = saved(tmp_path, 5)
     checkpoints.save(snapshot(10, target={"fc.weight": torch.ones(3, 4)}))
     damage(tmp_path / "step-10" / file)

@@ -26,9 +26,7 @@ def test_too_many_ranks_and_missing_samples_are_refused(make_recipe: Callable[..
         refuse_sizes(recipe, 1, 12, 0)
 
 
-def test_a_dry_run_prints_the_plan_and_writes_nothing(
-    make_recipe: Callable[..., Recipe], harvested: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_prints_the_plan_and_writes_nothing(make_recipe, harvested, capsys):
     recipe = make_recipe("run", "train.dry_run=true", "train.accumulate=3")
     before = modified(recipe.run_dir)
     run(recipe)

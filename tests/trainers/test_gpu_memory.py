@@ -89,9 +89,7 @@ def check(recipe: Recipe, devices: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", ["80GB", "8x80GB"])
 @pytest.mark.parametrize("name", GPU_RECIPES)
-def test_every_gpu_recipe_fits_the_gpus_that_it_names(
-    gpu_recipe: Callable[..., Recipe], name: str, devices: str
-) -> None:
+def test_every_gpu_recipe_fits_the_gpus_that_it_names(gpu_recipe, name, devices):
     recipe = gpu_recipe(name)
     assert recipe.train.precision == "bfloat16"
     if "_70b" in name and devices == "80GB":
@@ -111,9 +109,7 @@ def test_every_gpu_recipe_fits_the_gpus_that_it_names(
         ("llama3_70b", "8x80GB", ["train.eval_prompts=8", "target.split=layers", "train.batch_size=64", *FIXED]),
     ],
 )
-def test_the_settings_named_by_a_refusal_make_the_run_fit(
-    gpu_recipe: Callable[..., Recipe], name: str, devices: str, overrides: list[str]
-) -> None:
+def test_the_settings_named_by_a_refusal_make_the_run_fit(gpu_recipe, name, devices, overrides):
     with pytest.raises(ValueError, match=r"train\.accumulate: \d+ given, .* allowed there; write train\.") as refusal:
         check(gpu_recipe(name, *overrides), devices)
     named = str(refusal.value).partition("; write ")[2].split()
@@ -121,9 +117,7 @@ def test_the_settings_named_by_a_refusal_make_the_run_fit(
 
 
 @pytest.mark.parametrize(("devices", "micro_batches"), [("48GB", 6), ("80GB", 2), ("8x80GB", 1)])
-def test_one_target_harvests_decodes_and_teaches_on_the_card(
-    gpu_recipe: Callable[..., Recipe], devices: str, micro_batches: int
-) -> None:
+def test_one_target_harvests_decodes_and_teaches_on_the_card(gpu_recipe, devices, micro_batches):
     """It was counted, and loaded, twice: 86.0 of 80 GB with data.online."""
     recipe = gpu_recipe("llama3_8b", "data.online=[auto]")
     machine = Machine.described(recipe, DeviceMemory.parse(devices))
@@ -137,9 +131,7 @@ def test_one_target_harvests_decodes_and_teaches_on_the_card(
     assert fitted(given, target, machine).train.accumulate == 16
 
 
-def test_what_no_setting_can_make_fit_says_so_and_slices_of_a_head_need_less_than_the_whole(
-    gpu_recipe: Callable[..., Recipe],
-) -> None:
+def test_what_no_setting_can_make_fit_says_so_and_slices_of_a_head_need_less_than_the_whole(gpu_recipe):
     with pytest.raises(ValueError, match=r"target\.split: null given, .* on each device .*; start 2 ranks or more"):
         check(gpu_recipe("llama3_8b"), "16GB")
     with pytest.raises(ValueError, match="take larger devices or a smaller head"):
@@ -172,9 +164,7 @@ def middling(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "{kind: block, num_layers: 3, mask_token_id: 3, markov_rank: 16}",
     ],
 )
-def test_planned_activations_are_about_what_a_backward_pass_keeps(
-    middling: Path, head: str, options: tuple[str, ...]
-) -> None:
+def test_planned_activations_are_about_what_a_backward_pass_keeps(middling, head, options):
     """Block heads were planned at 40 % of what they take, and half precision without its float32 sums."""
     rows, longest = 4, 256
     anchors = ["train.anchors=64"] * ("block" in head)
@@ -204,9 +194,7 @@ def test_a_plan_for_devices_that_are_not_here(middling: Path, typed: Typed) -> N
     assert_told(typed(*command, "train.dry_run=true", "--device-memory", "8x2GB"), "ranks: 8 | of 2.0 GB")
 
 
-def test_a_run_that_does_not_fit_its_gpu_is_refused_before_the_harvest(
-    middling: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
-) -> None:
+def test_a_run_that_does_not_fit_its_gpu_is_refused_before_the_harvest(middling, monkeypatch, typed):
     small = Machine(1, torch.device("cuda"), 40 * 10**6)
     monkeypatch.setattr(Machine, "running", lambda *_: small)
     monkeypatch.setattr("headstart.data_pipelines.harvest.open_harvest", None)

@@ -113,9 +113,7 @@ def test_two_machines_that_share_only_run_dir_train_what_one_trains(folder: Path
 
 
 @pytest.mark.parametrize("config", ["ddp", "fsdp2", pytest.param("zero2", marks=needs_deepspeed)])
-def test_two_machines_that_share_only_a_bucket_train_what_one_trains(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, config: str
-) -> None:
+def test_two_machines_that_share_only_a_bucket_train_what_one_trains(folder, monkeypatch, config):
     """One of them goes on alone, and reads what the other harvested."""
     pytest.importorskip("moto")
     pytest.importorskip("s3fs")

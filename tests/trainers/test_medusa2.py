@@ -102,9 +102,7 @@ def test_the_head_changes_no_token_of_the_tuned_target(tuned: Recipe, harvested:
         slow(joint("lora", learning_rate=0.0, warmup_steps=0)),
     ],
 )
-def test_the_target_stays_bit_identical_at_a_learning_rate_of_0_and_in_the_warm_up(
-    make_recipe: MakeRecipe, harvested: Path, section: str
-) -> None:
+def test_the_target_stays_bit_identical_at_a_learning_rate_of_0_and_in_the_warm_up(make_recipe, harvested, section):
     recipe = make_recipe("run", *MEDUSA, section)
     run(recipe)
     before, after = (

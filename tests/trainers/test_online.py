@@ -67,9 +67,7 @@ def test_online_samples_equal_those_that_a_harvest_stores(harvested: Path, where
     assert modified(harvested) == before
 
 
-def test_samples_announced_together_are_read_together_in_batches_of_similar_length(
-    harvested: Path, counted: tuple[Counted, OnlineStore]
-) -> None:
+def test_samples_announced_together_are_read_together_in_batches_of_similar_length(harvested, counted):
     """Step 1 reads 7 samples in 2 forwards, step 2 reads 3 in one; an unannounced sample is read alone."""
     target, store = counted
     stored = FeatureStore(online(harvested).features_dir, "train")
@@ -90,9 +88,7 @@ def test_samples_announced_together_are_read_together_in_batches_of_similar_leng
     assert len(target.asked) == 4 + 4
 
 
-def test_one_target_harvests_decodes_and_teaches(
-    harvested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_target_harvests_decodes_and_teaches(harvested, tmp_path, monkeypatch):
     """It was loaded again to make samples, and once more to decode; its lm_head was read a fourth time."""
     load, train = TargetModel.load, stages.train
     loads, ends = [], []

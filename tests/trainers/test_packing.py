@@ -59,9 +59,7 @@ def loss_and_gradients(
 
 @pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS.keys())
 @pytest.mark.parametrize("name", HEADS)
-def test_packed_samples_give_the_same_loss_and_gradients_as_padded_ones(
-    make_head: MakeHead, frozen: FrozenTarget, name: str, limit: int
-) -> None:
+def test_packed_samples_give_the_same_loss_and_gradients_as_padded_ones(make_head, frozen, name, limit):
     head, samples = head_and_samples(make_head, name)
     packing = pack(LENGTHS, limit)
     keys = [str(number) for number in range(len(LENGTHS))]

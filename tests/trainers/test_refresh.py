@@ -73,9 +73,7 @@ def facts(policy: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def test_a_policy_is_as_before_and_its_next_step_has_the_same_bits(
-    recipe: Recipe, rollouts: list[Rollout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_policy_is_as_before_and_its_next_step_has_the_same_bits(recipe, rollouts, tmp_path, monkeypatch):
     policy = load_policy(recipe, attention_dropout=0.1).train()
     policy.model.layers[1].eval()  # modes may differ
     policy.model.layers[0].requires_grad_(False)
@@ -137,9 +135,7 @@ def test_a_head_follows_a_policy_that_has_moved(recipe: Recipe, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("candidates", [8, slow(100)])
-def test_no_head_that_accepts_less_is_returned(
-    recipe: Recipe, rollouts: list[Rollout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, candidates: int
-) -> None:
+def test_no_head_that_accepts_less_is_returned(recipe, rollouts, tmp_path, monkeypatch, candidates):
     """Random candidates against one head; what is written is what was judged."""
     frozen = FrozenTarget.from_folder(Path(recipe.target.path), torch.float32)
     served = load_head_for(recipe.head_dir, frozen)
@@ -220,17 +216,13 @@ def test_a_kill_at_any_time_leaves_whole_heads(recipe: Recipe, rollouts: list[Ro
         (lambda text: replace(text, states=torch.zeros(3, 4)), r"rollouts\[0\].states: \[3, 4\] given"),
     ],
 )
-def test_bad_rollouts_are_named(
-    recipe: Recipe, rollouts: list[Rollout], tmp_path: Path, change: Callable[[Rollout], Rollout], says: str
-) -> None:
+def test_bad_rollouts_are_named(recipe, rollouts, tmp_path, change, says):
     with pytest.raises(ValueError, match=says):
         refresh(recipe.head_dir, [change(rollouts[0])], load_policy(recipe), tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
-def test_weights_that_are_not_finite_are_named_and_a_head_of_another_target_is_refused(
-    recipe: Recipe, rollouts: list[Rollout], tmp_path: Path
-) -> None:
+def test_weights_that_are_not_finite_are_named_and_a_head_of_another_target_is_refused(recipe, rollouts, tmp_path):
     for name in ("model.layers.2.mlp.up_proj.weight", "lm_head.weight"):
         policy = load_policy(recipe)
         policy.get_parameter(name).data[0, 0] = torch.inf

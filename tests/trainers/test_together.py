@@ -41,9 +41,7 @@ def test_each_difference_between_ranks_is_named_with_both_values(monkeypatch: py
     refuse_differences(TWO_RANKS, {"train.steps": "20", "step to resume from": "0"})
 
 
-def test_a_folder_is_recognised_by_its_lock_and_not_by_its_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_recognised_by_its_lock_and_not_by_its_path(tmp_path, monkeypatch):
     monkeypatch.setattr(together, "FOLDER_SECONDS", 0.2)
     (tmp_path / "link").symlink_to(tmp_path / "run")
     (tmp_path / "other").mkdir()

@@ -155,9 +155,7 @@ def reference_loss(head: Eagle3Head, samples: list[Sample], target_logits: list[
 
 
 @pytest.mark.parametrize("section", VARIANTS.values(), ids=VARIANTS)
-def test_the_loss_of_eagle_3_is_that_of_the_paper_written_out(
-    harvested: Path, frozen: FrozenTarget, samples: list[Sample], section: dict[str, Any]
-) -> None:
+def test_the_loss_of_eagle_3_is_that_of_the_paper_written_out(harvested, frozen, samples, section):
     head = random_head(harvested, frozen, **section)
     model = AutoModelForCausalLM.from_pretrained(harvested / "target", dtype=torch.float32)
     with torch.no_grad():
@@ -270,9 +268,7 @@ def test_chunks_and_activation_checkpoints_change_neither_loss_nor_gradient(
         assert_close(gradients(head, chunked), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_no_tensor_holds_the_logits_of_all_positions(
-    harvested: Path, frozen: FrozenTarget, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_tensor_holds_the_logits_of_all_positions(harvested, frozen, samples, monkeypatch):
     """Neither the head's logits nor the target's, forward or backward."""
     head, batch = random_head(harvested, frozen, draft_vocab_size=90), TrainingBatch.collate(samples * 2, torch.float32)
     largest = {90: 0, 300: 0}  # positions of a tensor over the draft vocabulary, and over the target's
@@ -295,9 +291,7 @@ def test_no_tensor_holds_the_logits_of_all_positions(
     assert largest[90] <= max(32, 6 * 300 // 90)
 
 
-def test_a_batch_without_a_supervised_position_has_no_loss_and_no_gradient(
-    harvested: Path, frozen: FrozenTarget, samples: list[Sample]
-) -> None:
+def test_a_batch_without_a_supervised_position_has_no_loss_and_no_gradient(harvested, frozen, samples):
     """Such a batch may be all that a rank gets."""
     head, batch = random_head(harvested, frozen, draft_vocab_size=90), TrainingBatch.collate(samples, torch.float32)
     batch.loss_mask.zero_()

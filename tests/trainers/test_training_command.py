@@ -43,9 +43,7 @@ def copy_stages(finished: Path, run_dir: Path) -> None:
         shutil.copytree(finished / "run" / stage, run_dir / stage)
 
 
-def test_one_command_makes_everything_and_running_it_again_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_one_command_makes_everything_and_running_it_again_changes_nothing(tmp_path, monkeypatch, capfd):
     recipe = build_run(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["eagle.py", str(recipe), EVALUATED, "train.checkpoint_every=3"])
@@ -101,9 +99,7 @@ def test_a_trainer_refuses_the_head_of_the_other_trainer_and_names_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_after_the_current_step_and_the_same_command_continues(
-    finished: Path, tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_a_signal_saves_after_the_current_step_and_the_same_command_continues(finished, tmp_path, number, code):
     stopped = tmp_path / "run"
     copy_stages(finished, stopped)
     options = *LONGER, f"run_dir={stopped}", "train.checkpoint_every=60"
