@@ -36,8 +36,6 @@ def turns(*contents: str) -> list[dict[str, str]]:
     return [{"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(contents)]
 
 
-# Forms
-
 SYSTEM, ASKED, SAID = ({"role": role, "content": role[0]} for role in ("system", "user", "assistant"))
 FUNCTION = {"name": "add", "arguments": {"a": 2}}
 AS_TEXT = {"name": "add", "arguments": '{"a": 2}'}
@@ -87,9 +85,6 @@ def test_fields_without_content_refuse_no_row() -> None:
     assert parse_row({"messages": plain, "response": "", "labels": None}) == parse_row({"messages": plain})
     chat = [{"role": "system", "content": "x"}, *plain]
     assert parse_row({"messages": chat, "system": "x "}) == parse_row({"messages": chat, "system": " "})
-
-
-# Sources
 
 
 def test_json_lines_parquet_datasets_and_text_give_the_same_rows(tmp_path: Path) -> None:
@@ -176,9 +171,6 @@ def test_arrow_data_is_read_as_json_or_named(tmp_path: Path, kind: Any, value: A
         parse_row({"prompt": first["x"]})
 
 
-# Conversations as they are
-
-
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A harvest of two conversations, a text, and tokens with a mask; the last row is too long."""
@@ -238,9 +230,6 @@ def test_inspect_colours_the_trained_on_text_and_names_dropped_rows(given, tmp_p
     assert "tokens per sample" in shown
 
 
-# Prompts with their answers
-
-
 def test_the_tokens_of_a_prompt_are_those_of_the_prompt_alone() -> None:
     """A token of the joined text may hold the end of the prompt and the start of the completion."""
     tokenizer = build_tokenizer()
@@ -263,9 +252,6 @@ def test_the_target_answers_the_last_prompt_of_a_row_whatever_was_answered() -> 
     ):
         tokens = encode_prompt(ChatMasks(template), parse_row(row, template.is_turn)).tokens
         assert template.tokenizer.decode(tokens) == prompt
-
-
-# Held-out prompts and long ones
 
 
 def test_plain_texts_that_start_alike_are_not_taken_for_the_same(tmp_path: Path) -> None:

@@ -41,9 +41,6 @@ def copied(harvested: Path, tmp_path: Path) -> Recipe:
     return tiny_recipe(harvested, f"run_dir={tmp_path / 'run'}")
 
 
-# Stages
-
-
 @pytest.mark.parametrize("complete", [True, False])
 def test_a_stage_made_from_other_inputs_is_refused_with_each_difference(tmp_path: Path, complete: bool) -> None:
     stage = Stage("responses", tmp_path, {"data.num_prompts": 8, "data.response_tokens": 16, "seed": 5})
@@ -189,9 +186,6 @@ def test_a_killed_harvest_resumes_to_the_same_bytes(harvested, copied, kill):
     assert all(now[name] == time for name, time in survivors.items() if name.endswith(".safetensors"))
 
 
-# Features
-
-
 def test_features_are_those_that_the_target_computes_for_each_sample_alone(harvested: Path, tmp_path: Path) -> None:
     """Responses and features come from padded batches; the padding changes nothing."""
     recipe = tiny_recipe(harvested, f"run_dir={tmp_path}", "data.prompt_tokens=40")  # which cuts fewer to one length
@@ -232,9 +226,6 @@ def test_the_loss_mask_is_exactly_the_response_whose_tokens_are_counted(harveste
         assert store.token_counts(300).tolist() == [written.count(token) for token in range(300)]
 
 
-# Shards on disk
-
-
 @pytest.mark.parametrize("head", ["head={kind: eagle1}", "head.taps=[1, 3]", "head.taps=[2, 4]"])
 def test_one_store_serves_heads_with_different_taps(harvested: Path, tmp_path: Path, head: str) -> None:
     """The store holds taps 1, 2, 3 and the last state. eagle1 reads the last; others read some of 1, 2, 3."""
@@ -268,9 +259,6 @@ def test_a_resumed_harvest_refuses_a_bad_shard(copied: Recipe, damage: Callable[
     damage(copied.features_dir / "train-00000.safetensors")
     with pytest.raises(ValueError, match=rf"train-00000\.safetensors.*{why}"):
         harvest(copied)
-
-
-# Prompts
 
 
 @pytest.mark.parametrize(

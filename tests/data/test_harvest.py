@@ -44,9 +44,6 @@ def responses(recipe: Recipe, split: str = "train") -> list[dict[str, Any]]:
     return [row for path in sorted(recipe.responses_dir.glob(f"{split}-*.jsonl")) for row in read_jsonl(path)]
 
 
-# Cost
-
-
 def test_features_too_large_for_the_disk_are_refused_before_the_responses_or_before_the_features(
     harvested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,9 +113,6 @@ def test_a_target_split_by_layers_computes_the_same_states(harvested: Path) -> N
     outputs = [TargetModel.load(section, (2, 4)).passes.forward(tokens) for section in (plain, spread)]
     for name, tensor in vars(outputs[0]).items():
         assert_close(vars(outputs[1])[name], tensor, rtol=1e-3, atol=1e-3)  # by other kernels
-
-
-# Who writes the responses
 
 
 @pytest.fixture
@@ -216,8 +210,6 @@ def test_responses_do_not_depend_on_shards_and_batches(harvested: Path, tmp_path
     assert rows == responses(tiny_recipe(harvested))
     assert [row["temperature"] for row in rows[:4]] == [0, 0.8, 0, 0.8]
 
-
-# Kills
 
 FORKING = multiprocessing.get_context("forkserver")  # children fork from a process that has only imported modules
 FORKING.set_forkserver_preload(["headstart.data_pipelines.harvest", "tiny_run"])

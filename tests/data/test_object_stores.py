@@ -85,9 +85,6 @@ def assert_same_run(url: str, local: Path) -> None:
     assert [name for name in found if name != TIMED and found[name] != expected[name]] == []
 
 
-# The same run
-
-
 class KilledError(Exception):
     """Ends a command in a test."""
 
@@ -187,9 +184,6 @@ def test_an_order_is_followed_with_no_more_shards_than_fit(store, local, monkeyp
     assert fetched[:3] == [f"train-0000{number}.safetensors" for number in (1, 0, 2)]
 
 
-# Failures of the store
-
-
 def throttled(handler: Forward) -> bool:
     return handler.refuse(503, "SlowDown")
 
@@ -276,9 +270,6 @@ def test_a_shard_that_arrives_wrong_is_fetched_again_or_named(store, server, loc
             features.close()
 
 
-# What is refused
-
-
 SECRET = r"run_dir: .*without user, password and query.*AWS_PROFILE"
 
 
@@ -321,9 +312,6 @@ def test_a_store_that_cannot_be_used_is_named_before_any_work(store, server, loc
     filesystem.cache_clear()
     with pytest.raises(ValueError, match=r"s3://bucket/.*redentials.*AWS_PROFILE"):
         check_access(recipe.run_dir)
-
-
-# One command at a time
 
 
 KILLED = """

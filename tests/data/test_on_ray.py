@@ -43,9 +43,6 @@ def undivided(folder: Path) -> dict[str, bytes]:
     return contents(folder / "undivided")
 
 
-# The driver, with workers that are pretended
-
-
 class PretendedRay:
     """Workers that answer at once, unless they are `lost`, which is called with the names of each call's task."""
 
@@ -126,9 +123,6 @@ def test_a_worker_that_differs_from_the_driver_is_refused_by_name(workers, fact,
     assert_raises(lambda: workers()._welcome("process 7 on b", facts), said)
 
 
-# Mistakes
-
-
 def test_without_ray_the_command_says_how_to_get_it(folder, monkeypatch, typed):
     monkeypatch.setattr("headstart.data_pipelines.harvest.find_spec", lambda name: None)
     outcome = typed("harvest", str(folder / "recipe.yaml"), "--on", "ray")
@@ -143,9 +137,6 @@ def test_two_drivers_a_driver_beside_a_part_and_a_draft_head_are_refused(folder:
         assert_raises(lambda: run(recipe, None, "ray"), "in use by harvest --on ray as process | wait for it")
     with only_run_in(locks_of(recipe.run_dir) / "2-of-3", "harvest --part 2/3"):
         assert_raises(lambda: run(recipe, None, "ray"), "harvest --part 2/3 as process | wait for them")
-
-
-# A cluster
 
 
 @pytest.fixture(scope="module")

@@ -104,9 +104,6 @@ def report_of(found: ChatTemplate, path: Path, *rows: dict[str, Any], **fields: 
     return read_prompts(found, data, None, report), report.summary("prompts", data)
 
 
-# Templates
-
-
 def test_reasoning_is_trained_on_after_the_block_that_the_prompt_opens() -> None:
     found, thought = template(REASONING), "<think>\nTwo and two.\n</think>\n\nFour."
     prompt = "<|bos|><|user|>2+2?<|assistant|><think>\n"
@@ -154,8 +151,6 @@ def test_a_date_format_in_a_variable_refused_every_row_for_a_key_that_nobody_gav
     assert asked.startswith(f"\n{today.strftime('%-d %b %Y')}<")
     assert prompt_of(template(source, date="2026-01-02"), row).startswith("\n2 Jan 2026<")
 
-
-# Tool calls
 
 CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
 RESULT = {"role": "tool", "content": "snow"}
@@ -239,9 +234,6 @@ def test_reasoning_under_every_name_reaches_the_template_in_rows_and_in_serving(
         assert served(found, [*messages[:1], says("Hello.", annotations=[{}], parsed=[], **{name: []}), messages[2]])
 
 
-# What rows say besides their words
-
-
 TOOLS = [{"type": "function", "function": CALL | {"description": "of a day", "parameters": {"type": "object"}}}]
 HELLO = {"messages": [user("Hi"), says("Hello.")]}
 SNOWS = {"messages": [ASKS_SNOW, CALLS_WEATHER, RESULT, says("It snows.")]}  # its call is an answer, too
@@ -300,9 +292,6 @@ def test_an_empty_block_of_reasoning_was_written_twice() -> None:
     ):
         [(before, found)] = trained_on(opens, {"messages": [user("2+2?"), says(content)]})
         assert (before[-9:], found) == ("<reason>\n", words)
-
-
-# Text
 
 
 def test_a_bare_prompt_is_a_turn_of_the_user_for_a_chat_model() -> None:
@@ -367,9 +356,6 @@ def test_a_completion_got_a_space_or_an_end_token_that_the_row_does_not_have() -
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     [sample] = samples(ChatTemplate(tokenizer), {"prompt": "def f", "completion": "oo(x)"})
     assert tokenizer.decode(sample.tokens) == "<s> def foo(x)</s>"
-
-
-# All of it, for rows that nobody wrote by hand
 
 
 def served(found: ChatTemplate, messages: list[dict[str, Any]]) -> str:

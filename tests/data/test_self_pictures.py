@@ -111,27 +111,22 @@ def test_a_killed_run_goes_on_after_its_last_candidate_in_batches_of_any_size(fo
     assert all(made[name] == its[name] for name in ("train.jsonl", "heldout.jsonl", "rows.json"))
 
 
-def test_a_broken_picture_is_counted_and_named_and_too_many_stop_the_run(folder: Path, shown: Path) -> None:
+def test_broken_and_large_pictures_are_counted_and_named_and_too_many_broken_ones_stop_the_run(folder, shown):
     (shown / "red.png").write_bytes((shown / "red.png").read_bytes()[:60])
-    recipe = own_recipe(folder, shown, "data.num_prompts=1")
+    (shown / "blue.png").write_bytes(file_bytes(picture(cells=8)))
+    few = "data.num_prompts=1", "data.heldout_samples=1"
+    recipe = own_recipe(folder, shown, "data.prompt_tokens=60", *few)
     make_prompts_alone(recipe)
+    large = {row["turns"][0] for row in candidates(recipe).values() if row["rejected"] == "too long"}
+    assert large == {"72 tokens before the user's words"}
     bad = [row for report in json.loads((recipe.prompts_dir / "rows.json").read_text()) for row in report["bad_rows"]]
     named = {row["why"] for row in bad if row["kind"] == "picture"}
     assert ["data.self_pictures: red.png: " in why and "unreadable" in why for why in named] == [True]
     for path in shown.iterdir():
         path.write_bytes(b"GIF8")
-    other = own_recipe(folder, shown, f"run_dir={shown.parent}/other")
+    other = own_recipe(folder, shown, f"run_dir={shown.parent}/other", *few)
     says = "6 of 12 candidates show pictures that cannot be read, up to 1% are allowed | : blue.png: | remove them"
     assert_raises(lambda: make_prompts_alone(other), says)
-
-
-def test_a_picture_that_leaves_no_room_for_words_is_too_large(folder: Path, shown: Path) -> None:
-    for path in shown.iterdir():
-        path.write_bytes(file_bytes(picture(cells=8)))
-    recipe = own_recipe(folder, shown, "data.prompt_tokens=60")
-    make_prompts_alone(recipe)
-    whys = {row["rejected"]: row["turns"][0] for number, row in candidates(recipe).items() if number % 2}
-    assert whys == {"too long": "72 tokens before the user's words"}
 
 
 def test_the_same_question_about_another_picture_is_another_prompt() -> None:

@@ -111,9 +111,6 @@ def test_a_harvest_and_its_measurements_run_on_the_targets_own_prompts(folder: P
     assert [each.prompt for each in held_out_prompts(recipe)] == [row["tokens"] for row in rows(recipe, "heldout")]
 
 
-# System prompts
-
-
 @pytest.mark.slow
 def test_system_prompts_steer_the_words(folder: Path, tmp_path: Path) -> None:
     recipe = own_recipe(folder, tmp_path, "data.self_system_prompts=[maths, null]")
@@ -122,9 +119,6 @@ def test_system_prompts_steer_the_words(folder: Path, tmp_path: Path) -> None:
     steered = {row["candidate"]: row["turns"] for row in read_jsonl(recipe.prompts_dir / "candidates.jsonl")}
     shared = plain.keys() & steered.keys()
     assert all((plain[number] == steered[number]) == (number % 2 == 1) for number in shared)
-
-
-# Templates
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -138,8 +132,6 @@ def test_the_opening_ends_where_the_words_begin_in_every_family(name: str) -> No
     assert whole[: len(wanted)] == wanted
     assert tokenizer.decode(whole).startswith(tokenizer.decode(opening.tokens) + opening.space + words)
 
-
-# Filters
 
 WORDS = "please count all letters of this line"
 
@@ -225,9 +217,6 @@ def text_about(number: int) -> str:
     """A text of random words that begins with z."""
     rng = random.Random(number)
     return "z" + " ".join("".join(rng.choices("abcdefghij", k=6)) for _ in range(10))
-
-
-# Refusals
 
 
 REFUSED = table(

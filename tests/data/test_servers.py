@@ -109,8 +109,6 @@ def test_a_server_of_another_model_is_refused_by_name(stack: ExitStack) -> None:
         CompletionClient([right, wrong])
 
 
-# Hidden states from vLLM
-
 TAPS, LAYERS = (1, 2, 3), 4
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor] | None]
 Start = Callable[..., str]

@@ -156,9 +156,6 @@ def test_a_recipe_without_a_depth_fits_any_number_of_heads(tmp_path: Path) -> No
     assert tiny_recipe(tmp_path, *TWO_HEADS).decode.depth > 2  # for two heads
 
 
-# The best tree
-
-
 def all_trees(levels: int, ranks: int, nodes: int) -> set[frozenset[tuple[int, ...]]]:
     """Every tree of this many nodes that contains the parent and the earlier siblings of each node."""
     paths = [path for depth in range(1, levels + 1) for path in product(range(ranks), repeat=depth)]
