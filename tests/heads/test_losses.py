@@ -9,7 +9,7 @@ from torch import Tensor
 from headstart.heads import losses
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-NAMES = "soft_cross_entropy acceptance forward_kl reverse_kl total_variation log_acceptance blended_acceptance".split()
+NAMES = ["soft_cross_entropy", "acceptance", *losses.OBJECTIVES.keys() - {"soft_cross_entropy"}]
 POSITIONS, VOCAB = 40, 9
 
 
