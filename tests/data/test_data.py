@@ -84,9 +84,7 @@ def set_end_token(target: Path) -> None:
         (set_end_token, "responses", "the target's generation_config.json"),
     ],
 )
-def test_a_changed_target_at_the_same_path_is_noticed_and_the_remedy_works(
-    harvested: Path, copied: Recipe, tmp_path: Path, change: Callable[[Path], None], stage: str, named: str
-) -> None:
+def test_a_target_changed_in_place_is_noticed_and_the_remedy_works(harvested, copied, tmp_path, change, stage, named):
     run, target = copied.run_dir, shutil.copytree(harvested / "target", tmp_path / "target")
     for name in ("checkpoints", "head", "report"):
         (run / name).mkdir()
@@ -105,9 +103,7 @@ def test_a_changed_target_at_the_same_path_is_noticed_and_the_remedy_works(
         harvest(recipe)
 
 
-def test_a_target_that_moved_or_was_saved_without_a_network_or_with_its_template_elsewhere_is_the_same(
-    harvested: Path, copied: Recipe, tmp_path: Path
-) -> None:
+def test_a_target_moved_or_saved_offline_or_with_its_template_elsewhere_is_the_same(harvested, copied, tmp_path):
     target, before = shutil.copytree(harvested / "target", tmp_path / "renamed"), modified(copied.run_dir)
     harvest(tiny_recipe(harvested, f"run_dir={copied.run_dir}", f"target.path={target}"))
     assert modified(copied.run_dir) == before

@@ -44,9 +44,7 @@ def responses(recipe: Recipe, split: str = "train") -> list[dict[str, Any]]:
     return [row for path in sorted(recipe.responses_dir.glob(f"{split}-*.jsonl")) for row in read_jsonl(path)]
 
 
-def test_features_too_large_for_the_disk_are_refused_before_the_responses_or_before_the_features(
-    harvested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_features_too_large_for_the_disk_are_refused_before_their_stages(harvested, tmp_path, monkeypatch, capsys):
     for name in ("prompts", "responses"):
         shutil.copytree(harvested / "run" / name, tmp_path / name)
     recipe, per_token = tiny_recipe(harvested, f"run_dir={tmp_path}"), bytes_per_token(32, 3, "float32")

@@ -131,9 +131,7 @@ def test_data_and_features_of_other_runs_are_read_by_url(store: str, local: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["parts", "ray"])
-def test_parts_on_machines_that_share_only_a_bucket_and_workers_of_ray_leave_the_local_harvest(
-    store: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_parts_and_workers_of_ray_that_share_a_bucket_leave_the_local_harvest(store, local, tmp_path, monkeypatch, how):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for part in ("2/3", "1/3", "3/3") if how == "parts" else ():
         move_to(f"machine of {part[0]}", tmp_path, monkeypatch)

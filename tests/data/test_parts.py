@@ -34,9 +34,7 @@ def make(folder: Path, part: str, *overrides: str) -> None:
 
 
 @pytest.mark.parametrize("parts", [["1/3", "1/2", "the rest"], slow(["3/5", "1/5", "2/5", "5/5", "4/5"])])
-def test_parts_of_any_number_and_order_and_a_plain_run_after_them_leave_what_an_undivided_run_leaves(
-    folder: Path, harvested: Path, parts: list[str]
-) -> None:
+def test_parts_of_any_number_and_order_and_a_plain_run_leave_what_an_undivided_run_leaves(folder, harvested, parts):
     for part in parts:
         made = modified(folder / "run/features") if (folder / "run").exists() else {}
         harvest(tiny_recipe(folder)) if part == "the rest" else make(folder, part)
@@ -83,9 +81,7 @@ def test_no_other_command_writes_beside_a_part(folder: Path, command: str, typed
         make(folder, "1/2")  # nor does a part wait
 
 
-def test_of_parts_that_finish_together_the_last_writes_the_manifest_and_then_none_loads_the_target(
-    folder: Path, harvested: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_last_of_parts_writes_the_manifest_and_then_none_loads_the_target(folder, harvested, monkeypatch, capsys):
     make(folder, "1/2")
     with only_run_in(locks_of(folder / "run") / "1-of-2", "harvest --part 1/2"):  # it has not come to its end yet
         make(folder, "2/2")

@@ -246,9 +246,7 @@ def test_what_rules_out_the_targets_own_prompts_is_named(folder: Path, tmp_path:
     assert not (recipe.prompts_dir / "train.jsonl").exists()
 
 
-def test_prompts_of_its_own_without_rensa_or_with_a_tokenizer_without_places_of_tokens_are_refused(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_prompts_without_rensa_or_places_of_tokens_are_refused(folder, tmp_path, monkeypatch):
     slow = ByT5Tokenizer(chat_template=build_letters().chat_template)
     said = "data.prompts: self given | tokenizer is written in Python | name a file"
     assert_raises(lambda: UserTemplate(ChatTemplate(slow), data_section()), said)

@@ -111,8 +111,6 @@ def test_a_server_of_another_model_is_refused_by_name(stack: ExitStack) -> None:
 
 TAPS, LAYERS = (1, 2, 3), 4
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor] | None]
-Start = Callable[..., str]
-Making = Callable[..., Recipe]
 
 
 class Writer(Server):
@@ -177,9 +175,7 @@ def with_states(harvested: Path, tmp_path: Path) -> Callable[..., Recipe]:
     return recipe
 
 
-def test_states_of_vllm_are_those_of_the_target_and_its_files_are_removed(
-    harvested: Path, tmp_path: Path, start: Start, with_states: Making, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_states_of_vllm_are_the_targets_and_its_files_are_removed(harvested, tmp_path, start, with_states, capsys):
     """Also if a server ends between two texts. Features of the target itself do not continue as vLLM's."""
     own = tiny_recipe(harvested, f"run_dir={tmp_path / 'own'}", f"data.server={start()}")
     harvest(own)

@@ -149,9 +149,7 @@ def test_the_remedy_for_a_damaged_store_makes_the_same_store(harvested, tmp_path
     assert contents(tmp_path / "run") == contents(harvested / "run")
 
 
-def test_a_merged_store_holds_all_samples_and_serves_a_recipe_and_a_shared_shard_is_in_it_once(
-    harvested: Path, folder: Path, tmp_path: Path
-) -> None:
+def test_a_merged_store_holds_all_samples_once_and_serves_a_recipe(harvested, folder, tmp_path):
     other = tiny_recipe(harvested, f"run_dir={tmp_path / 'other'}", "seed=9", "data.num_prompts=4")
     sources = [harvested / "run" / "features", harvest(other).folder]
     merge(tmp_path / "merged", [sources[0], folder, sources[1]])

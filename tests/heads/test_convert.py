@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from exported import EVERY_HEAD, LIMITED, exported, files_in_memory, logits, read_config, read_tensors, same_bits
 from safetensors.torch import save_file
 
-from headstart.heads.base import DraftHead
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats.convert import convert
 from headstart.heads.formats.published import import_head
@@ -125,9 +123,7 @@ def test_a_speculators_head_with_its_norm_before_the_residual_is_converted(make_
     assert not torch.equal(logits(back), logits(make_head(vocab=LIMITED)))
 
 
-def test_prefixed_names_and_shards_are_read_and_a_broken_index_of_shards_is_named(
-    head: DraftHead, export_as: Callable[..., Path], target_folder: Path, tmp_path: Path
-) -> None:
+def test_prefixed_names_and_shards_are_read_and_a_broken_index_is_named(head, export_as, target_folder, tmp_path):
     folder = export_as(head, "vllm")
     tensors = {f"model.{name}" if name != "lm_head.weight" else name: t for name, t in read_tensors(folder).items()}
     (folder / "model.safetensors").unlink()

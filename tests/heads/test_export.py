@@ -39,7 +39,6 @@ from headstart.recipes.schema_heads import Eagle3Section
 from headstart.trainers import run
 
 MakeHead = Callable[..., Any]
-ExportAs = Callable[..., Path]
 NOT_EAGLE3 = {"speculators": "EAGLE-3 of the target's width"}
 ONLY_VLLM = dict.fromkeys(("sglang", "tensorrt_llm", "gguf"), "only vllm can serve") | NOT_EAGLE3
 NO_BLOCK = dict.fromkeys(("tensorrt_llm", "gguf"), "only vllm, sglang can serve")
@@ -76,9 +75,7 @@ def converter(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     return pretended_converter(tmp_path_factory.mktemp("bin"), monkeypatch)
 
 
-def test_a_gguf_export_tells_the_converter_its_format_and_target_and_leaves_no_folder_without_it(
-    head: DraftHead, export_as: ExportAs, target_folder: Path, tmp_path: Path, converter: Path
-) -> None:
+def test_a_gguf_export_is_what_the_converter_writes_or_nothing(head, export_as, target_folder, tmp_path, converter):
     folder = export_as(head, "gguf", "whole", dtype="bfloat16")
     given = (folder / "head.gguf").read_text().split()
     assert given[1:5] == ["--target-model-dir", str(target_folder), "--outtype", "bf16"]
@@ -103,9 +100,7 @@ def test_every_format_serves_a_head_as_trained_or_is_refused(make_head: MakeHead
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_export_is_written_and_passes_lint_and_never_replaces_a_folder(
-    head: DraftHead, make_head: MakeHead, export_as: ExportAs, target_folder: Path, name: str
-) -> None:
+def test_every_export_passes_lint_and_never_replaces_a_folder(head, make_head, export_as, target_folder, name):
     folder = export_as(head, name)
     assert lint(folder, str(target_folder)) == []
     more = {"gguf": {"head.gguf", "custom_generate"}, "speculators": set()}.get(name, {"custom_generate"})
@@ -128,9 +123,7 @@ def test_one_export_serves_three_engines_and_loads_in_headstart(make_head, expor
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "limited", "eagle1"])
-def test_projections_in_float8_are_read_as_the_numbers_that_were_written(
-    make_head: MakeHead, export_as: ExportAs, target_folder: Path, frozen: FrozenTarget, kind: str
-) -> None:
+def test_projections_in_float8_are_read_as_they_were_written(make_head, export_as, target_folder, frozen, kind):
     head = make_head(**HEADS[kind])
     folder = export_as(head, "vllm", dtype="float8")
     stored, found = read_tensors(folder), load_head_for(folder, frozen).served_tensors()
@@ -284,9 +277,7 @@ def test_a_weight_became_infinite_in_the_number_format_of_an_export(name, make_h
     assert not (tmp_path / "export").exists()
 
 
-def test_a_card_for_a_gguf_target_named_the_file_as_base_model_and_to_engines(
-    head: DraftHead, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_card_for_a_gguf_file_named_it_as_base_model_and_to_engines(head, target_folder, tmp_path, monkeypatch):
     file = tmp_path / "model.gguf"
     file.touch()
     monkeypatch.setattr("headstart.heads.target_config.unpacked_folder", lambda given, field: target_folder)

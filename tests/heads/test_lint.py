@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetOrigin
 
 MakeHead = Callable[..., Any]
-ExportAs = Callable[..., Path]
 Config = dict[str, Any]
 Tensors = dict[str, Tensor]
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -244,9 +242,7 @@ def test_keys_with_values_of_wrong_types_are_named_by_lint_and_by_convert(head, 
         command(folder, str(target_folder))
 
 
-def test_lint_found_nothing_in_a_head_that_was_trained_for_other_weights(
-    make_head: MakeHead, make_model: Callable[..., Any], export_as: ExportAs, target_folder: Path, tmp_path: Path
-) -> None:
+def test_lint_found_nothing_in_a_head_for_other_weights(make_head, make_model, export_as, target_folder, tmp_path):
     head = make_head()
     head.origin = TargetOrigin.of(target_folder)
     folder = export_as(head, "vllm")

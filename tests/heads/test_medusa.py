@@ -201,9 +201,7 @@ def test_the_tally_counts_the_rank_of_the_targets_choice_given_a_correct_prefix(
     assert torch.equal(tally.tried.float(), tried)
 
 
-def test_a_recipe_with_searched_growth_uses_the_tree_that_calibration_found(
-    reader: TargetModel, make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path
-) -> None:
+def test_searched_growth_uses_the_tree_that_calibration_found(reader, make_head, target_folder, frozen, tmp_path):
     head, section = make_head("medusa"), DecodeSection(growth="searched", depth=3, nodes=10)
     with pytest.raises(ValueError, match=r"fit one with headstart calibrate RECIPE"):
         growth_from_recipe(section, reader, head)

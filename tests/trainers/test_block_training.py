@@ -165,7 +165,7 @@ def test_a_batch_without_a_block_has_no_loss_and_no_gradient(make_head: MakeHead
 
 
 def test_a_run_trains_measures_and_writes_a_block_head(harvested: Path, make_recipe: MakeRecipe) -> None:
-    recipe = make_recipe("run", *BLOCK, "train.eval_prompts=2")
+    recipe = make_recipe("run", *BLOCK, "train.eval_prompts=1", "train.steps=2", "train.warmup_steps=1")
     run(recipe)
     head = load_head_for(recipe.head_dir, FrozenTarget.from_folder(harvested / "target", torch.float32))
     assert isinstance(head, BlockHead)

@@ -52,7 +52,7 @@ def joint(mode: str, **fields: float) -> str:
 def tuned(request: pytest.FixtureRequest, harvested: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     folder = tmp_path_factory.mktemp("tuned") / "run"
     shutil.copytree(harvested / "run", folder)
-    measured = "train.eval_prompts=1", "train.checkpoint_every=8"
+    measured = "train.eval_prompts=1", "train.steps=5", "train.checkpoint_every=5"
     reported = "report.num_prompts=1", "report.temperatures=[0.9]", "report.baselines=[plain, tree]"
     recipe = tiny_recipe(harvested, f"run_dir={folder}", *MEDUSA, joint(request.param), *measured, *reported)
     with pytest.MonkeyPatch.context() as patch:

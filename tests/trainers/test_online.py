@@ -97,7 +97,7 @@ def test_one_target_harvests_decodes_and_teaches(harvested, tmp_path, monkeypatc
 
     monkeypatch.setattr(TargetModel, "load", count)
     monkeypatch.setattr(stages, "train", look)
-    run(online(harvested, f"run_dir={tmp_path}", "train.eval_prompts=2", "train.steps=2"))
+    run(online(harvested, f"run_dir={tmp_path}", "train.eval_prompts=1", "train.steps=2"))
     assert len(loads) == 1
     assert ends == [(loads[0], loads[0].frozen.lm_head.data_ptr())]
 

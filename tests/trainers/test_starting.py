@@ -54,7 +54,7 @@ def logged(recipe: Recipe) -> list[dict[str, float]]:
 @pytest.mark.parametrize("fields", [(), pytest.param(BLOCK, marks=pytest.mark.slow)], ids=["eagle3", "block"])
 def test_a_run_begins_where_the_other_one_ended(make_recipe, capsys, fields):
     """Its first measurement is the other run's last one, on the same prompts; the end says what was gained."""
-    fields = *fields, "train.eval_prompts=1", "train.steps=4"
+    fields = *fields, "train.eval_prompts=1", "train.steps=2"
     first = make_recipe("first", *fields)
     run(first)
     tuned = make_recipe("tuned", *fields, f"train.start_from={first.head_dir}")

@@ -249,9 +249,7 @@ def each_head(harvested: Path, frozen: FrozenTarget) -> list[tuple[LevelHead, Ob
 
 
 @pytest.mark.parametrize("positions", [slow(1), 7])
-def test_chunks_and_activation_checkpoints_change_neither_loss_nor_gradient(
-    harvested: Path, frozen: FrozenTarget, samples: list[Sample], monkeypatch: pytest.MonkeyPatch, positions: int
-) -> None:
+def test_chunks_and_checkpoints_change_neither_loss_nor_gradient(harvested, frozen, samples, monkeypatch, positions):
     """A step that is computed again must see exactly the keys that it saw the first time."""
     for head, objective in each_head(harvested, frozen):
         batch = batch_for(head, samples)

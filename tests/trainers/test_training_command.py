@@ -85,9 +85,7 @@ def test_a_run_killed_at_any_moment_ends_in_the_same_head(finished: Path, tmp_pa
     ("script", "head", "its_kinds", "other"),
     [("medusa", "kind: eagle3", "medusa", "eagle"), ("eagle", "kind: medusa, medusa_heads: 3", "eagle1", "medusa")],
 )
-def test_a_trainer_refuses_the_head_of_the_other_trainer_and_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, head: str, its_kinds: str, other: str
-) -> None:
+def test_a_trainer_refuses_the_heads_of_another_and_names_it(tmp_path, monkeypatch, script, head, its_kinds, other):
     script, recipe = f"trainers/{script}.py", build_run(tmp_path)
     monkeypatch.setattr(sys, "argv", [script, str(recipe), f"head={{{head}}}"])
     with pytest.raises(SystemExit) as refusal:
