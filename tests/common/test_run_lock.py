@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -42,13 +41,6 @@ def hold() -> Iterator[Hold]:
 @pytest.fixture
 def other() -> Owner:
     return replace(Owner.this_process("training"), pid=os.getppid(), launcher=None)
-
-
-@pytest.fixture
-def ended() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
 
 
 def test_a_folder_is_held_by_one_command_and_free_afterwards(tmp_path: Path) -> None:
@@ -95,12 +87,14 @@ def test_a_damaged_file_of_an_owner_is_no_owner(tmp_path: Path, content: str) ->
             pass
 
 
-def test_a_run_that_is_saving_because_its_launcher_ended_is_waited_for_and_no_other(tmp_path, hold, other, ended):
+def test_a_run_that_is_saving_because_its_launcher_ended_is_waited_for_and_no_other(tmp_path, hold, other):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
     lock = hold(tmp_path, replace(other, launcher=os.getppid()))
     with pytest.raises(ValueError, match="in use by training"), only_run_in(tmp_path, "training"):
         pass
     lock.close()
-    lock = hold(tmp_path, replace(other, launcher=ended))
+    lock = hold(tmp_path, replace(other, launcher=ended.pid))
     threading.Timer(0.3, lock.close).start()
     started = time.monotonic()
     with only_run_in(tmp_path, "training"):

@@ -27,11 +27,6 @@ from headstart.recipes.schema import DataSection
 CHATML = (Path(__file__).parents[1] / "support/chat_templates" / "chatml.jinja").read_text().rstrip("\n")
 
 
-def section(**fields: Any) -> DataSection:
-    sizes: dict[str, Any] = {"num_prompts": 9, "prompt_tokens": 8, "response_tokens": 40, **fields}
-    return DataSection(prompts="prompts.jsonl", heldout_prompts=Path("heldout.jsonl"), **sizes)
-
-
 def turns(*contents: str) -> list[dict[str, str]]:
     return [{"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(contents)]
 
@@ -242,7 +237,6 @@ def test_the_tokens_of_a_prompt_are_those_of_the_prompt_alone() -> None:
 
 
 def test_the_target_answers_the_last_prompt_of_a_row_whatever_was_answered() -> None:
-    """Earlier answers stay."""
     template = ChatTemplate(build_tokenizer())
     for row, prompt in (
         ({"prompt": "what?", "response": "that"}, "[user]what?[assistant]"),
@@ -257,7 +251,9 @@ def test_the_target_answers_the_last_prompt_of_a_row_whatever_was_answered() -> 
 def test_plain_texts_that_start_alike_are_not_taken_for_the_same(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     write_jsonl(path, [{"text": "go on"}, {"text": "go home"}])
-    tokenizer, sizes, report = build_tokenizer(), section(responses="given"), RowReport(str(path))
+    tokenizer, report = build_tokenizer(), RowReport(str(path))
+    fields: dict[str, Any] = {"num_prompts": 9, "prompt_tokens": 8, "response_tokens": 40, "responses": "given"}
+    sizes = DataSection(prompts="prompts.jsonl", heldout_prompts=Path("heldout.jsonl"), **fields)
     held_out = {key_of(row) for row in read_prompts(ChatTemplate(tokenizer), sizes, 1, RowReport(str(path)))}
     rows = read_prompts(ChatTemplate(tokenizer), sizes, None, report, held_out)
     assert [tokenizer.decode(row["text"]) for row in rows] == ["go home"]

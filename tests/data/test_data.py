@@ -1,6 +1,7 @@
 """Laws of the data pipeline: stages are reused, resumed or refused; stored features are what the target computes."""
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -60,28 +61,16 @@ def test_a_stage_made_from_other_inputs_is_refused_with_each_difference(tmp_path
     assert stage.is_complete() == complete  # the folder is unchanged
 
 
-def set_weights(target: Path) -> None:
-    build_target(target, seed=1)
-
-
-def set_template(target: Path) -> None:
-    (target / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
-
-
 def update(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
-def set_end_token(target: Path) -> None:
-    update(target / "generation_config.json", eos_token_id=[0])
 
 
 @pytest.mark.parametrize(
     ("change", "stage", "named"),
     [
-        (set_weights, "prompts", "the target's config and weights"),
-        (set_template, "prompts", "the target's chat template"),
-        (set_end_token, "responses", "the target's generation_config.json"),
+        (lambda target: build_target(target, seed=1), "prompts", "the target's config and weights"),
+        (lambda target: (target / "chat_template.jinja").write_text("<{{ messages }}>"), "prompts", "chat template"),
+        (lambda target: update(target / "generation_config.json", eos_token_id=[0]), "responses", "config.json"),
     ],
 )
 def test_a_target_changed_in_place_is_noticed_and_the_remedy_works(harvested, copied, tmp_path, change, stage, named):
@@ -144,7 +133,6 @@ def test_a_row_that_was_mended_needs_no_other_run_dir(harvested: Path, tmp_path:
 
 
 def reopen(stage_folder: Path) -> None:
-    """Leave a stage as a killed run does: claimed, not complete."""
     path = stage_folder / "stage.json"
     stage = json.loads(path.read_text())
     path.write_text(json.dumps({"inputs": stage["inputs"], "complete": False}, indent=1))
@@ -239,16 +227,12 @@ def test_one_store_serves_heads_with_different_taps(harvested: Path, tmp_path: P
         assert part[number].last_hidden.equal(whole[number].last_hidden)
 
 
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-7])
-
-
-def of_another_run(path: Path) -> None:
-    save_file(load_file(path), path, metadata={"made_from": "another run"})
-
-
 @pytest.mark.parametrize(
-    ("damage", "why"), [(of_another_run, "a shard of another run.*'another run'"), (truncate, "cannot be read")]
+    ("damage", "why"),
+    [
+        (lambda path: save_file(load_file(path), path, {"made_from": "another run"}), "of another run.*'another run'"),
+        (lambda path: os.truncate(path, path.stat().st_size - 7), "cannot be read"),
+    ],
 )
 def test_a_resumed_harvest_refuses_a_bad_shard(copied: Recipe, damage: Callable[[Path], None], why: str) -> None:
     kill_while_writing_features(copied)

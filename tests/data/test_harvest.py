@@ -222,7 +222,6 @@ def one_rank(folder: Path, rank: int, ranks: int, port: int) -> None:
 
 
 def start(folder: Path, ranks: int) -> list[BaseProcess]:
-    """Start a harvest with this many ranks, one process each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

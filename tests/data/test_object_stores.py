@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from accelerate import PartialState
+from killed_runs import Killed
 from matrix import slow
 from object_store import BUCKET, ENVIRONMENT, Fault, Forward, every, moto_server, proxy
 from tiny_run import contents, quiet_environment, tiny_recipe
@@ -85,22 +86,18 @@ def assert_same_run(url: str, local: Path) -> None:
     assert [name for name in found if name != TIMED and found[name] != expected[name]] == []
 
 
-class KilledError(Exception):
-    """Ends a command in a test."""
-
-
 def test_a_run_in_a_bucket_is_the_local_one_and_goes_on_on_another_machine(store, local, tmp_path, monkeypatch):
     """The first machine is killed while it uploads a checkpoint, which is none without its last file."""
     upload = remote.upload
 
     def killed_at_the_state(source: Path, path: Path) -> None:
         if path.parent.name == "step-8" and path.name == "state.json":
-            raise KilledError
+            raise Killed
         upload(source, path)
 
     with monkeypatch.context() as patch:
         patch.setattr(remote, "upload", killed_at_the_state)
-        with pytest.raises(KilledError):
+        with pytest.raises(Killed):
             train(tiny_recipe(local, f"run_dir={store}"))
     assert filesystem("s3").exists(f"{store}/checkpoints/step-8/head.safetensors")
     move_to("second", tmp_path, monkeypatch)
@@ -182,10 +179,6 @@ def test_an_order_is_followed_with_no_more_shards_than_fit(store, local, monkeyp
     assert fetched[:3] == [f"train-0000{number}.safetensors" for number in (1, 0, 2)]
 
 
-def throttled(handler: Forward) -> bool:
-    return handler.refuse(503, "SlowDown")
-
-
 def timed_out(handler: Forward) -> bool:
     time.sleep(1)
     handler.close_connection = True
@@ -221,7 +214,7 @@ def with_a_wrong_bit(body: bytes) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [cut, throttled, timed_out])
+@pytest.mark.parametrize("fault", [cut, lambda handler: handler.refuse(503, "SlowDown"), timed_out])
 def test_requests_that_fail_now_and_then_are_survived(store, server, local, tmp_path, monkeypatch, fault):
     import s3fs
 

@@ -36,7 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def shown(folder: Path, tmp_path: Path) -> Path:
-    """A copy of the pictures."""
     return shutil.copytree(folder / "shown", tmp_path / "shown")
 
 

@@ -214,7 +214,6 @@ def test_near_duplicates_are_found_among_many_texts() -> None:
 
 
 def text_about(number: int) -> str:
-    """A text of random words that begins with z."""
     rng = random.Random(number)
     return "z" + " ".join("".join(rng.choices("abcdefghij", k=6)) for _ in range(10))
 

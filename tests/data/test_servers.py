@@ -114,11 +114,8 @@ Change = Callable[[dict[str, Tensor]], dict[str, Tensor] | None]
 
 
 class Writer(Server):
-    """Writes the states of each prompt into a file, after its answer; its lock is held until then.
-
-    `layers` are the hidden states that it writes, LAYERS + 1 for the last one after the final norm; `change` changes
-    the file.
-    """
+    """Writes the states of each prompt, hidden states `layers`, into a file, after its answer; its lock is held until
+    then. LAYERS + 1 stands for the last state after the final norm."""
 
     target: TargetModel
     folder: Path

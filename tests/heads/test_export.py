@@ -257,17 +257,6 @@ def test_the_card_gives_the_command_of_each_engine(head, target_folder, tmp_path
         assert "eagle3_layers_to_capture: [1, 2, 3]" in text
 
 
-def test_medusa_2_heads_are_not_exported_for_the_untuned_target(make_head, target_folder, tmp_path):
-    save_head(make_head("medusa"), tmp_path / "head")
-    shutil.copytree(target_folder, tmp_path / "target")
-    before = recipe_of(tmp_path, target_folder, "medusa").model_dump(mode="json") | {"joint": {"mode": "lora"}}
-    tuned = before | {"target": before["target"] | {"path": str(tmp_path / "target")}}
-    with pytest.raises(ValueError, match=f"give target.path={tmp_path}/target"):
-        export(Recipe.model_validate(before))
-    text = (export(Recipe.model_validate(tuned)) / "README.md").read_text()
-    assert "the target's layers were tuned together with the head (lora)" in text
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_weight_became_infinite_in_the_number_format_of_an_export(name, make_head, export_as, tmp_path):
     head = make_head()

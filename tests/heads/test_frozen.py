@@ -34,19 +34,10 @@ def test_reading_the_ends_leaves_the_models_attention_as_it_is(make_model: MakeM
 
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 31,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.4,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-
+    "vocab_size": 31, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.4,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
 LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 PER_LAYER = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 31}  # Gemma 4's second norm, of one size
 ENDS: dict[str, tuple[str, dict[str, Any]]] = {

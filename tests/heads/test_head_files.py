@@ -57,48 +57,25 @@ def layer_tensors(layer: str, inputs: int) -> dict[str, tuple[int, ...]]:
 
 
 EAGLE3_TENSORS = layer_tensors("midlayer", 2 * 32) | {
-    "midlayer.input_layernorm.weight": (32,),
-    "midlayer.hidden_norm.weight": (32,),
-    **{f"fc_norm.{number}.weight": (32,) for number in range(3)},
-    "norm.weight": (32,),
-    "lm_head.weight": (6, 32),
-    "d2t": (6,),
-    "t2d": (97,),
-}
+    "midlayer.input_layernorm.weight": (32,), "midlayer.hidden_norm.weight": (32,), "norm.weight": (32,),
+    **{f"fc_norm.{number}.weight": (32,) for number in range(3)}, "lm_head.weight": (6, 32), "d2t": (6,), "t2d": (97,),
+}  # fmt: skip
 # No lm_head and no layers.0.input_layernorm, which vLLM refuses; a zero fc.bias, because SGLang would otherwise use an
 # uninitialised one.
 EAGLE1_TENSORS = layer_tensors("layers.0", 32) | {"fc.bias": (32,)}
 LAYER_CONFIG = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 97,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
+    "model_type": "llama", "hidden_act": "silu", "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 97, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
+    "torch_dtype": "float32", "rope_theta": 10000.0, "rope_scaling": None,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}
+}  # fmt: skip
 NOTE = {"target_num_layers": 7, "calibration": {"greedy": [1.0], "sampled": [1.0], "noise": [1.0]}}
 EAGLE3_CONFIG = LAYER_CONFIG | {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "target_hidden_size": 32,
-    "draft_vocab_size": 6,
-    "norm_before_residual": False,
-    "norm_before_fc": False,
-    "fc_norm": True,
-    "norm_output": False,
+    "architectures": ["LlamaForCausalLMEagle3"], "target_hidden_size": 32, "draft_vocab_size": 6, "fc_norm": True,
+    "norm_before_residual": False, "norm_before_fc": False, "norm_output": False,
     "headstart": {"kind": "eagle3", "taps": [2, 3, 4], **NOTE},
-}
+}  # fmt: skip
 # No `bias`, for which vLLM would add a bias to the attention and leave it uninitialised.
 EAGLE1_CONFIG = LAYER_CONFIG | {
     "architectures": ["EagleLlamaForCausalLM", "LlamaForCausalLMEagle"],
@@ -129,10 +106,8 @@ def test_tensors_and_config_have_the_names_and_keys_that_engines_read(make_head,
 
 @pytest.mark.parametrize(("taps", "num_layers"), [((1, 3, 6), 7), ((1, 6), 7), ((1, 2, 3), 5)])
 def test_taps_that_engines_would_not_choose_are_written_in_both_countings(make_head, tmp_path, taps, num_layers):
-    """vLLM uses the Hugging Face index; SGLang names the layer that outputs it, one less.
-
-    Below 7 layers the engines' default 2, L//2, L-3 collides, so our own default is written too.
-    """
+    """vLLM uses the Hugging Face index; SGLang names the layer that outputs it, one less. Below 7 layers the engines'
+    default 2, L//2, L-3 collides, so our own default is written too."""
     head = make_head(taps=taps)
     head.target = dataclasses.replace(head.target, num_layers=num_layers)
     assert (head.taps == head.target.default_taps()) == (num_layers == 5)
@@ -155,16 +130,11 @@ def test_a_published_heads_taps_are_its_top_level_ids_or_the_default(make_head, 
         assert torch.equal(logits(loaded), logits(head))
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        Rope(),
-        Rope(500_000.0),
-        Rope(10_000.0, "linear", {"factor": 4.0}),
-        Rope(500_000.0, "llama3", {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
-    ],
-    ids=str,
-)
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPES = [Rope(), Rope(500_000.0), Rope(10_000.0, "linear", {"factor": 4.0}), Rope(500_000.0, "llama3", LLAMA3)]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=str)
 def test_a_rope_is_read_alike_from_either_spelling(rope: Rope) -> None:
     """The EAGLE authors train with base 10000 but serve with rope_theta; we use one value in both."""
     written = rope.to_config()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from exported import EVERY_HEAD, LIMITED, edit_config, files_in_memory
+from test_block_files import drop
 from torch import Tensor
 
 from headstart.heads.files import HeadFiles
@@ -62,11 +63,6 @@ def without(*keys: str) -> Callable[[dict[str, Any]], object]:
 
 def tensor(name: str, value: Tensor) -> Callable[[Tensors], None]:
     return lambda tensors: tensors.update({name: value})
-
-
-def without_nested(*keys: str) -> Callable[[Config], object]:
-    """Remove keys of a block head's config.json, at the top level and in DFlash's section."""
-    return lambda config: [part.pop(key, None) for key in keys for part in (config, config["dflash_config"])]
 
 
 def of_method(**keys: Any) -> Callable[[Config], object]:
@@ -151,13 +147,13 @@ MISTAKES = [
     speculators("tensor t2d", engines="speculators", tensors=without("t2d")),
     speculators(IDS, config=put(**{IDS: [1, 2, 3]})),
     # Block heads
-    dspark("sample_from_anchor", config=without_nested("sample_from_anchor"), text="missing"),
-    dspark("block_size", config=without_nested("block_size"), text="without it SGLang takes 16, speculators 8"),
-    dspark("mask_token_id", config=without_nested("mask_token_id"), text="without the key SGLang takes the token"),
+    dspark("sample_from_anchor", config=drop("sample_from_anchor"), text="missing"),
+    dspark("block_size", config=drop("block_size"), text="without it SGLang takes 16, speculators 8"),
+    dspark("mask_token_id", config=drop("mask_token_id"), text="without the key SGLang takes the token"),
     dspark("mask_token_id", config=put(mask_token_id=50), text="a token outside the draft vocabulary"),
     dspark("block_size", config=put(block_size=5), text="5 found; 2 to the 4 slots that the head was trained with"),
     dspark("target_layer_ids", config=put(target_layer_ids=[2, 3, 4]), text="target_layer_ids: ["),
-    dspark("target_layer_ids", config=without_nested("target_layer_ids"), text="without the key vLLM takes"),
+    dspark("target_layer_ids", config=drop("target_layer_ids"), text="without the key vLLM takes"),
     dspark("layer_types", config=lambda c: c["layer_types"].append("full_attention"), text="3 given, 2 is allowed"),
     dspark("tensor mask_hidden", tensors=tensor("mask_hidden", torch.zeros(1, 1, 96)), text="filled with the embed"),
     dspark("tensor lm_head.weight", tensors=without("lm_head.weight"), text="needs both d2t and lm_head.weight"),

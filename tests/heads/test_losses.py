@@ -18,7 +18,6 @@ def log_probabilities(scale: float = 2.0) -> Tensor:
 
 
 def written_out(name: str, q: list[float], p: list[float]) -> float:
-    """The formulas, summed token by token."""
     log = [float(value) for value in torch.tensor(p, dtype=torch.float64).log()]
     log_own = [float(value) for value in torch.tensor(q, dtype=torch.float64).log()]
     accepted = sum(min(p[i], q[i]) for i in range(VOCAB))

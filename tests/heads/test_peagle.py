@@ -54,13 +54,7 @@ def in_training(
 
 
 def a_text(seq: int = SEQ) -> TrainingBatch:
-    return TrainingBatch(
-        tokens=torch.randint(97, (1, seq)),
-        loss_mask=torch.ones(1, seq, dtype=torch.bool),
-        taps=torch.randn(1, seq, 96),
-        last_hidden=torch.randn(1, seq, 32),
-        lengths=(seq,),
-    )
+    return TrainingBatch.collate([a_sample(seq, range(seq), seq)], torch.float32)
 
 
 def chain_at(anchor: int) -> tuple[Blocks, ...]:

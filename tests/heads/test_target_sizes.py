@@ -20,12 +20,8 @@ ALWAYS = {"bloom", "falcon", "gemma4", "gpt_neo", "mpt", "nemotron_h", "qwen3_5_
 FAMILIES = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 # Models of bytes in patches and of robots, and a drafter whose default configuration transformers refuses.
 WITHOUT = {"blt", "pi0", "gemma4_assistant"}
-SAME = (
-    ("hidden_size", "hidden_size"),
-    ("num_layers", "num_hidden_layers"),
-    ("vocab_size", "vocab_size"),
-    ("max_positions", "max_position_embeddings"),
-)
+SAME = (("hidden_size",) * 2, ("num_layers", "num_hidden_layers"), ("vocab_size",) * 2)
+SAME += (("max_positions", "max_position_embeddings"),)
 OF_LAYERS = (("num_heads", "num_attention_heads"), ("num_kv_heads", "num_key_value_heads"), ("head_dim", "head_dim"))
 
 

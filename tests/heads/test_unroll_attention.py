@@ -52,20 +52,12 @@ def definition(query: Tensor, keys: list[Tensor], values: list[Tensor], document
     return torch.stack(outs).unflatten(0, (len(query), -1)).transpose(1, 2)
 
 
-@pytest.mark.parametrize(
-    ("steps", "num_kv_heads", "seq", "packed"),
-    [
-        (0, 4, 33, None),
-        (2, 4, 1, None),
-        (2, 4, 2, None),
-        (6, 1, 33, None),
-        (1, 2, 33, [[5, 1, 20, 7], [16, 2, 11]]),  # the rest of a row is padding
-        (3, 1, 33, [[5, 1, 20, 7], [16, 2, 11]]),
-        (0, 2, 33, [[33], [1, 32]]),
-        (2, 4, 33, [[33], [1, 32]]),
-    ],
-    ids=str,
-)
+TEXTS = [[5, 1, 20, 7], [16, 2, 11]]  # packed; the rest of a row is padding
+CASES = [(0, 4, 33, None), (2, 4, 1, None), (2, 4, 2, None), (6, 1, 33, None)]
+PACKED = [(1, 2, 33, TEXTS), (3, 1, 33, TEXTS), (0, 2, 33, [[33], [1, 32]]), (2, 4, 33, [[33], [1, 32]])]
+
+
+@pytest.mark.parametrize(("steps", "num_kv_heads", "seq", "packed"), [*CASES, *PACKED], ids=str)
 def test_merged_equals_its_definition_in_value_and_every_gradient(kernel, steps, num_kv_heads, seq, packed):
     query, keys, values = random_blocks(steps, seq=seq, num_kv_heads=num_kv_heads)
     documents = None if packed is None else Documents.in_rows(packed)

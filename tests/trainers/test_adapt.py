@@ -186,17 +186,13 @@ def demo() -> tuple[DraftHead, list[Sample], list[int]]:
     rows = (ROOT / "assets/demo_target/heldout_prompts.jsonl").read_text().splitlines()[:8]
     prompts = [tokenizer(json.loads(row)["prompt"])["input_ids"][:40] for row in rows]
     written = generate_batch(target, [Request(prompt, 16) for prompt in prompts], head_drafter(head, Dynamic.chain(3)))
-    samples = texts_of(target, [(prompt, each.tokens) for prompt, each in zip(prompts, written, strict=True)])
-    return head, samples, [each.stats.steps for each in written]
-
-
-def texts_of(target: TargetModel, texts: list[tuple[list[int], list[int]]]) -> list[Sample]:
     samples = []
-    for prompt, response in texts:
-        states = tap(target, [prompt + response])
-        mask = torch.arange(len(prompt + response)) >= len(prompt)
-        samples.append(Sample(torch.tensor(prompt + response), mask, states.taps.clone(), states.last_hidden.clone()))
-    return samples
+    for prompt, answer in zip(prompts, written, strict=True):
+        text = prompt + answer.tokens
+        states = tap(target, [text])
+        mask = torch.arange(len(text)) >= len(prompt)
+        samples.append(Sample(torch.tensor(text), mask, states.taps.clone(), states.last_hidden.clone()))
+    return head, samples, [each.stats.steps for each in written]
 
 
 def damaged(head: DraftHead, change: Callable[[torch.Tensor], torch.Tensor]) -> DraftHead:

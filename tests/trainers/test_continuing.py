@@ -71,11 +71,3 @@ def test_more_prompts_continue_a_finished_run_with_the_same_draft_vocabulary_if_
     after = load_file(recipe.head_dir / "model.safetensors")
     assert after["d2t"].equal(weights["d2t"])
     assert not after["fc.weight"].equal(weights["fc.weight"])
-
-
-def test_another_field_and_other_data_are_refused_with_more_steps_too(trained: Path) -> None:
-    with pytest.raises(ValueError, match=r"train.unroll: checkpoint 3, recipe 2") as error:
-        run(tiny_recipe(trained, "train.steps=12", "train.unroll=2"))
-    assert "train.steps" not in str(error.value)
-    with pytest.raises(ValueError, match=r"(?s)made from other inputs.*checkpoints"):  # among the folders to remove
-        run(tiny_recipe(trained, "data.temperatures=[0.5]", "train.steps=12"))

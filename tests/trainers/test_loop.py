@@ -129,12 +129,13 @@ def test_every_step_trains_on_its_samples_in_the_shuffled_order(make_recipe, mon
 def test_a_checkpoint_of_another_recipe_is_refused_by_field(make_recipe: Callable[..., Recipe]) -> None:
     with killed_in(6):
         run(make_recipe("run"))
-    for override, difference in (
+    for overrides, difference in (
         ("train.learning_rate=2e-3", "train.learning_rate: checkpoint 0.001, recipe 0.002"),
         ("train.steps=3", "train.steps: checkpoint 8, recipe 3"),
         ("head.draft_vocab_size=81", "head.draft_vocab_size: checkpoint 80, recipe 81"),
+        ("train.unroll=2 train.steps=12", "train.unroll: checkpoint 3, recipe 2"),  # more steps alone are allowed
     ):
-        other = make_recipe("run", override)
+        other = make_recipe("run", *overrides.split())
         before = contents(other.run_dir)
         with pytest.raises(ValueError, match="step-4 belongs to another recipe") as refusal:
             run(other)

@@ -220,7 +220,8 @@ def test_the_head_is_reported_and_exported_only_with_the_tuned_target(tuned, mon
         with pytest.raises(ValueError, match=r"is for the tuned target; give target.path=.*run/target"):
             command(tuned)
     recipe = on_tuned(tuned)
-    assert (export(recipe) / "model.safetensors").is_file()
+    said = f"the target's layers were tuned together with the head ({tuned.joint.mode})"
+    assert said in (export(recipe) / "README.md").read_text()
     assert all(outcome.same == outcome.prompts for outcome in report(recipe))
 
 

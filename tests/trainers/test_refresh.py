@@ -80,7 +80,6 @@ def test_a_policy_is_as_before_and_its_next_step_has_the_same_bits(recipe, rollo
     text = torch.tensor([rollouts[0].tokens])
 
     def step() -> list[Tensor]:
-        """A forward and backward pass with dropout."""
         with torch.random.fork_rng(devices=[]):
             policy.zero_grad()
             output = policy(text, labels=text)

@@ -144,7 +144,6 @@ def test_one_micro_batch_of_features_is_in_memory_at_a_time(make_recipe, monkeyp
     ],
 )
 def test_training_in_bfloat16_follows_training_in_float32(make_recipe: Callable[..., Recipe], head: str) -> None:
-    """For every kind of head: the loss of each step is close, and weights and AdamW's state are float32."""
     shutil.rmtree(make_recipe("run").features_dir)  # it holds the taps of one kind
     losses = {}
     for precision in ("float32", "bfloat16"):

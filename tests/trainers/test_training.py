@@ -122,10 +122,8 @@ def attended(
 
 
 def reference_loss(head: Eagle3Head, samples: list[Sample], target_logits: list[Tensor]) -> tuple[Tensor, int]:
-    """EAGLE-3's training-time test written out: each sample alone, masks in full, shifts by position.
-
-    Also counts the positions whose target argmax the head cannot draft.
-    """
+    """EAGLE-3's training-time test written out: each sample alone, masks in full, shifts by position. Also the number
+    of positions whose target argmax the head cannot draft."""
     layer, attention, shape, ids = head.midlayer, head.midlayer.self_attn, head.shape, head.vocab.ids
     sums, counts, outside = [torch.zeros(()) for _ in range(UNROLL)], [0] * UNROLL, 0
     for sample, target in zip(samples, target_logits, strict=True):
@@ -174,11 +172,8 @@ def test_the_loss_of_eagle_3_is_that_of_the_paper_written_out(harvested, frozen,
 def reference_eagle1_loss(
     head: Eagle1Head, samples: list[Sample], outputs: list[tuple[Tensor, Tensor]], noise: Tensor
 ) -> Tensor:
-    """EAGLE-1's unrolled loss written out: each sample alone, masks in full.
-
-    `outputs` are the target's logits and its last hidden states after the final norm. The noise is added to the states
-    that the head reads, and not to those that it predicts.
-    """
+    """EAGLE-1's unrolled loss written out: each sample alone, masks in full. `outputs` are the target's logits and its
+    normed last hidden states. The noise is added to the states that the head reads, not to those that it predicts."""
     [layer] = head.layers
     assert isinstance(layer, Eagle1Layer)
     assert head.input_scale is not None
