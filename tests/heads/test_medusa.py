@@ -85,8 +85,6 @@ def guesses(head: MedusaHead, feature: Tensor, level: int) -> list[int]:
 
 
 class Recording(HeadDrafter):
-    """Records each tree with the text before it."""
-
     def __init__(self, head: LevelHead, growth: GrowthPolicy) -> None:
         super().__init__(head, growth)
         self.seen: list[tuple[list[int], Tree]] = []

@@ -40,7 +40,6 @@ from headstart.trainers.objectives.unrolled import Teacher
 MakeRecipe = Callable[..., Recipe]
 MEDUSA = ("head={kind: medusa, medusa_heads: 2}", "train.unroll=2", "train.learning_rate=1e-2")
 MODES = ["lora", "full"]
-modes = pytest.mark.parametrize("mode", MODES)
 
 
 def joint(mode: str, **fields: float) -> str:
@@ -191,7 +190,7 @@ def test_a_dry_run_counts_the_target(make_recipe: MakeRecipe, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-@modes
+@pytest.mark.parametrize("mode", MODES)
 def test_joint_training_in_bfloat16_follows_that_in_float32(make_recipe: MakeRecipe, mode: str) -> None:
     """Loss and divergence, with adapters and AdamW's state in float32."""
     found = {}

@@ -34,8 +34,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 
 class Recorder(TrainerCallback):
-    """Keeps the answers and rewards of each generation."""
-
     def __init__(self) -> None:
         self.texts: list[list[list[int]]] = []
 
