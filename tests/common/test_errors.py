@@ -81,9 +81,6 @@ def test_our_own_mistakes_keep_their_traceback() -> None:
         raise KeyError("ours")
 
 
-# Standard output
-
-
 def printed_to(stdout: int, program: str) -> "subprocess.Popen[str]":
     program = f"from headstart.common.errors import errors_as_messages\nwith errors_as_messages():\n    {program}"
     command, environment = [sys.executable, "-c", program], quiet_environment(ROOT)
@@ -111,8 +108,6 @@ def test_a_full_disk_under_a_log_is_an_error(program: str) -> None:
     assert len(said.splitlines()) == 1
 
 
-# Ctrl-C
-
 INTERRUPTED = {  # command -> the function in which Ctrl-C arrives, and what is said
     "harvest": ("headstart.data_pipelines.harvest.Harvest.make_features", "continues where it stopped"),
     "train": ("headstart.data_pipelines.harvest.open_harvest", "continues where it stopped"),
@@ -121,9 +116,7 @@ INTERRUPTED = {  # command -> the function in which Ctrl-C arrives, and what is 
 
 
 @pytest.mark.parametrize("command", INTERRUPTED)
-def test_ctrl_c_is_one_line_and_exit_code_130(
-    command: str, harvested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
-) -> None:
+def test_ctrl_c_is_one_line_and_exit_code_130(command, harvested, tmp_path, monkeypatch, typed):
     function, said = INTERRUPTED[command]
     monkeypatch.setattr(function, interrupted)
     data = f"data.folder={tmp_path if command == 'harvest' else harvested / 'run'}"
@@ -141,9 +134,6 @@ def test_ctrl_c_while_a_command_is_loading_is_one_line(monkeypatch: pytest.Monke
     outcome = typed("lint", "HEAD", "--target", "TARGET")
     assert outcome.code == 130
     assert outcome.err.strip() == "interrupted before the work began; run the same command again"
-
-
-# Files
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -123,9 +123,7 @@ FULL_AT = {
 
 
 @pytest.mark.parametrize("name", slow_unless([*FULL_AT][:1], FULL_AT))
-def test_after_space_is_made_the_same_command_gives_the_undisturbed_run(
-    typed: Type, tmp_path: Path, undisturbed: tuple[Path, list[str]], name: str
-) -> None:
+def test_after_space_is_made_the_same_command_gives_the_undisturbed_run(typed, tmp_path, undisturbed, name):
     run_dir, written = undisturbed
     expected = files(run_dir)
     assert name in written
@@ -134,9 +132,7 @@ def test_after_space_is_made_the_same_command_gives_the_undisturbed_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(6))
-def test_a_disk_may_fill_up_at_any_write(
-    typed: Type, tmp_path: Path, undisturbed: tuple[Path, list[str]], part: int
-) -> None:
+def test_a_disk_may_fill_up_at_any_write(typed, tmp_path, undisturbed, part):
     expected, written = files(undisturbed[0]), undisturbed[1]
     for number in range(part + 1, len(written) + 1, 6):
         run_dir = tmp_path / "run"
@@ -151,11 +147,8 @@ def test_a_full_disk_leaves_no_half_export(typed: Type, trained: Path, tmp_path:
             assert "No space left on device" in typed(1, "export", "export.format=vllm")
         assert not list((tmp_path / "run/export").iterdir())
     typed(0, "export", "export.format=vllm")
-    shutil.copytree(tmp_path / "run/export/vllm", tmp_path / "first")
-    shutil.rmtree(tmp_path / "run/export/vllm")
-    typed(0, "export", "export.format=vllm")
-    engine = {name: content for name, content in contents(tmp_path / "first").items() if name != "README.md"}
-    assert engine.items() <= contents(tmp_path / "run/export/vllm").items()
+    names = {"README.md", "config.json", "custom_generate/generate.py", "model.safetensors"}
+    assert contents(tmp_path / "run/export/vllm").keys() == names
 
 
 def test_metrics_of_which_a_full_disk_cut_the_last_line_are_continued(typed: Type, trained: Path) -> None:
@@ -178,9 +171,7 @@ def test_a_damaged_head_is_written_again_by_the_same_command(typed: Type, traine
 
 
 @pytest.mark.parametrize("name", [slow("prompts/train.jsonl"), "responses/train-00001.jsonl"])
-def test_a_lost_file_of_a_stage_is_made_again_after_what_the_message_says(
-    typed: Type, trained: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_lost_file_of_a_stage_is_made_again_after_what_the_message_says(typed, trained, tmp_path, name):
     expected = contents(trained)
     (tmp_path / "run" / name).unlink()
     if name.startswith("responses"):  # they are not read again otherwise

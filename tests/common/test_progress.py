@@ -3,16 +3,14 @@
 import os
 import pty
 import re
-import subprocess
 import sys
-from collections.abc import Iterator
 from logging import StreamHandler, getLogger
 from pathlib import Path
 
 import pytest
 from bad_inputs import Typed
 from families import make_family
-from tiny_run import build_run, quiet_environment
+from tiny_run import build_run
 from transformers.utils import logging
 
 from headstart.common.progress import Progress
@@ -44,9 +42,7 @@ class Clock:
         (1 / 64, 5, "work: 320 of 1000 items (32%), 64 items/s, 0:00:11 left"),  # at least 5 seconds apart
     ],
 )
-def test_a_log_gets_a_line_now_and_then(
-    capsys: pytest.CaptureFixture[str], seconds: float, lines: int, second: str
-) -> None:
+def test_a_log_gets_a_line_now_and_then(capsys, seconds, lines, second):
     clock = Clock()
     with Progress("work", 2, "items", active=False) as silent:  # of another rank
         silent.advance(2)
@@ -105,41 +101,25 @@ def test_every_stage_says_in_a_log_how_far_it_is(tmp_path: Path, typed: Typed) -
     assert "measured after step" not in lines[-1]
 
 
-# On a terminal
-
-
-@pytest.fixture
-def terminal() -> Iterator[tuple[int, int]]:
+def test_on_a_terminal_the_bar_counts_and_ends_saying_that_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, its = pty.openpty()
-    yield ours, its
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    with os.fdopen(its, "w") as screen, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", screen)
+        with Progress("training", 4, "steps") as progress:
+            for step in range(4):
+                progress.advance(1, f"measured after step {step + 1}")
+            progress.say("a line [with] brackets")
+        screen.flush()
+        shown = re.sub(CODES, "", os.read(ours, 1 << 16).decode())
     os.close(ours)
-
-
-def test_on_a_terminal_the_bar_counts_and_ends_saying_that_it_is_done(terminal: tuple[int, int]) -> None:
-    program = (
-        "from headstart.common.progress import Progress\n"
-        "with Progress('training', 4, 'steps') as progress:\n"
-        "    for step in range(4):\n"
-        "        progress.advance(1, f'measured after step {step + 1}')\n"
-        "    progress.say('a line [with] brackets')\n"
-    )
-    ours, its = terminal
-    environment = {**quiet_environment(ROOT), "TERM": "xterm", "COLUMNS": "100"}
-    process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=its, stderr=its)
-    assert process.wait(timeout=60) == 0
-    os.close(its)
-    shown = re.sub(CODES, "", os.read(ours, 1 << 16).decode())
     assert "a line [with] brackets" in shown
     assert re.search(r"training ━+ 4/4 done 0:00:\d\d 0:00:00\s*$", shown), shown
     assert "4 steps done" not in shown  # that is for logs
 
 
-# Bars of transformers
-
-
-def test_a_target_is_loaded_without_the_bar_of_transformers(
-    target_folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_target_is_loaded_without_the_bar_of_transformers(target_folder, capfd):
     TargetModel.load(TargetSection(path=str(target_folder), dtype="float32", device="cpu"), ())
     assert capfd.readouterr().err == ""
     assert logging.is_progress_bar_enabled()

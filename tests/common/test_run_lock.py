@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
-from bad_inputs import Says, Typed, assert_refused
+from bad_inputs import Says, assert_refused
 from matrix import slow
 from tiny_run import build_run
 
@@ -42,13 +41,6 @@ def hold() -> Iterator[Hold]:
 @pytest.fixture
 def other() -> Owner:
     return replace(Owner.this_process("training"), pid=os.getppid(), launcher=None)
-
-
-@pytest.fixture
-def ended() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
 
 
 def test_a_folder_is_held_by_one_command_and_free_afterwards(tmp_path: Path) -> None:
@@ -95,14 +87,14 @@ def test_a_damaged_file_of_an_owner_is_no_owner(tmp_path: Path, content: str) ->
             pass
 
 
-def test_a_run_that_is_saving_because_its_launcher_ended_is_waited_for_and_no_other(
-    tmp_path: Path, hold: Hold, other: Owner, ended: int
-) -> None:
+def test_a_run_that_is_saving_because_its_launcher_ended_is_waited_for_and_no_other(tmp_path, hold, other):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
     lock = hold(tmp_path, replace(other, launcher=os.getppid()))
     with pytest.raises(ValueError, match="in use by training"), only_run_in(tmp_path, "training"):
         pass
     lock.close()
-    lock = hold(tmp_path, replace(other, launcher=ended))
+    lock = hold(tmp_path, replace(other, launcher=ended.pid))
     threading.Timer(0.3, lock.close).start()
     started = time.monotonic()
     with only_run_in(tmp_path, "training"):
@@ -129,9 +121,7 @@ def test_processes_that_compete_for_a_folder_hold_it_in_turn(tmp_path: Path) -> 
     assert (tmp_path / "count").read_text() == "9"
 
 
-def test_a_folder_that_vanishes_between_two_calls_ended_its_waiter_with_file_exists_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_vanishes_between_two_calls_ended_its_waiter_with_file_exists_error(tmp_path, monkeypatch):
     races, mkdir = [True, True], Path.mkdir
 
     def racing(self: Path, *args: Any, **kwargs: Any) -> None:
@@ -158,9 +148,7 @@ def test_a_folder_that_cannot_be_made_was_tried_forever(kind: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("command", ["train", "prompts", slow("inspect"), slow("calibrate"), slow("harvest")])
-def test_no_command_writes_into_a_run_that_another_process_writes(
-    command: str, tmp_path: Path, hold: Hold, other: Owner, typed: Typed
-) -> None:
+def test_no_command_writes_into_a_run_that_another_process_writes(command, tmp_path, hold, other, typed):
     build_run(tmp_path)
     (tmp_path / "run").mkdir()
     hold(tmp_path / "run", other)

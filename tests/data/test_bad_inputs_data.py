@@ -107,9 +107,6 @@ def test_a_row_that_gives_no_sample_is_named_with_the_reason(tmp_path: Path, sym
     assert_raises(lambda: read(tmp_path / "rows.jsonl", responses), f"rows.jsonl line 1 | {facts} | {FIX}")
 
 
-# Files
-
-
 SUFFIXES = "a file that ends in .jsonl, .json, .parquet, .txt, a dataset folder or"
 # A file by its name and content, as a Python literal.
 FILES = table(
@@ -171,9 +168,6 @@ def test_a_file_in_an_unusual_dress_gives_its_rows(tmp_path: Path, name: str, co
     assert [row.read()["text"] for row in read_rows(str(tmp_path / name))] == ["one", "two"]
 
 
-# What the prompts' stage drops, cuts or refuses
-
-
 # The training rows, the held-out rows, data.num_prompts and data.responses: `0-12` stands for the prompts 0 to 11.
 SPLITS = table(
     """
@@ -224,9 +218,6 @@ def test_rows_that_are_dropped_or_cut_are_counted_and_too_many_refused(place: Pa
     (assert_refused if symptom.startswith("refused: ") else assert_told)(outcome, facts)
 
 
-# Stages
-
-
 @pytest.mark.parametrize(
     ("name", "content", "command", "removed"),
     [
@@ -236,18 +227,13 @@ def test_rows_that_are_dropped_or_cut_are_counted_and_too_many_refused(place: Pa
         ("prompts/rows.json", "[1, 2]", "inspect", "prompts/stage.json"),
     ],
 )
-def test_a_broken_file_of_a_run_is_named_and_the_remedy_works(
-    harvested: Path, place: Path, typed: Typed, name: str, content: str, command: str, removed: str
-) -> None:
+def test_a_broken_file_of_a_run_is_named_and_the_remedy_works(harvested, place, typed, name, content, command, removed):
     shutil.copytree(harvested / "run", place / "run")
     (place / "run" / name).write_text(content)
     facts = f"{place / 'run' / name} cannot be read | rm {place / 'run' / removed}"
     assert_refused(typed(command, place / "recipe.yaml"), facts)
     (place / "run" / removed).unlink()  # the remedy
     assert_told(typed(command, place / "recipe.yaml"), "prompts.jsonl | 12 rows read | 12 prompts kept")
-
-
-# Stores
 
 
 def damage(store: Path, kind: str, content: str) -> None:
@@ -278,6 +264,7 @@ merge of different targets | merge {new} {store} {other} | other {"target": {"sh
 merge of a target that was tuned in its middle | merge {new} {store} {other} | tuned
     all bytes of the target's weights: the content | cannot be merged | equal taps, dtype and target
 merge of a damaged store | merge {new} {store} | flip => train-00001.safetensors | its checksum differs | 1 shard
+verify of a flipped bit | verify {store} | flip => train-00001.safetensors is not what the harvest wrote
 verify of a lost shard | verify {store} | remove train-00002.safetensors => train-00002.safetensors
 verify of a foreign shard | verify {store} | foreign => train-00009.safetensors | is not in the manifest | 1 shard
 a manifest that is a list | verify {store} | manifest [] => manifest.json cannot be read | no list of shards

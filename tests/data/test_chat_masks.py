@@ -16,14 +16,8 @@ from headstart.inference.targets.chat_template import ChatTemplate
 
 TEMPLATES = Path(__file__).parents[1] / "support/chat_templates"
 SYSTEM = {"role": "system", "content": "Be brief."}
-CHAT = [
-    {"role": "user", "content": "Hi there"},
-    {"role": "assistant", "content": "Hello! <b>ok</b>"},
-    {"role": "user", "content": "And 2+2? Hello!"},
-    {"role": "assistant", "content": "Four — é, ÷.\n\nSure?"},
-    {"role": "user", "content": "Yes"},
-    {"role": "assistant", "content": "It is 4."},
-]
+WORDS = "Hi there", "Hello! <b>ok</b>", "And 2+2? Hello!", "Four — é, ÷.\n\nSure?", "Yes", "It is 4."
+CHAT = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(WORDS)]
 
 
 @dataclass(frozen=True)

@@ -27,16 +27,9 @@ from headstart.recipes.schema import DataSection
 CHATML = (Path(__file__).parents[1] / "support/chat_templates" / "chatml.jinja").read_text().rstrip("\n")
 
 
-def section(**fields: Any) -> DataSection:
-    sizes: dict[str, Any] = {"num_prompts": 9, "prompt_tokens": 8, "response_tokens": 40, **fields}
-    return DataSection(prompts="prompts.jsonl", heldout_prompts=Path("heldout.jsonl"), **sizes)
-
-
 def turns(*contents: str) -> list[dict[str, str]]:
     return [{"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(contents)]
 
-
-# Forms
 
 SYSTEM, ASKED, SAID = ({"role": role, "content": role[0]} for role in ("system", "user", "assistant"))
 FUNCTION = {"name": "add", "arguments": {"a": 2}}
@@ -87,9 +80,6 @@ def test_fields_without_content_refuse_no_row() -> None:
     assert parse_row({"messages": plain, "response": "", "labels": None}) == parse_row({"messages": plain})
     chat = [{"role": "system", "content": "x"}, *plain]
     assert parse_row({"messages": chat, "system": "x "}) == parse_row({"messages": chat, "system": " "})
-
-
-# Sources
 
 
 def test_json_lines_parquet_datasets_and_text_give_the_same_rows(tmp_path: Path) -> None:
@@ -176,9 +166,6 @@ def test_arrow_data_is_read_as_json_or_named(tmp_path: Path, kind: Any, value: A
         parse_row({"prompt": first["x"]})
 
 
-# Conversations as they are
-
-
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A harvest of two conversations, a text, and tokens with a mask; the last row is too long."""
@@ -208,9 +195,7 @@ def chatml_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("which", ["all", "last"])
-def test_given_conversations_become_features_masked_to_the_assistants_words(
-    given: Path, tmp_path: Path, which: str
-) -> None:
+def test_given_conversations_become_features_masked_to_the_assistants_words(given, tmp_path, which):
     recipe = given_recipe(given, *(["data.turns=last", f"run_dir={tmp_path}"] if which == "last" else []))
     tokenizer = chatml_tokenizer()
     harvest(recipe)
@@ -229,9 +214,7 @@ def test_given_conversations_become_features_masked_to_the_assistants_words(
 
 
 @pytest.mark.parametrize("harvested", [False, True])
-def test_inspect_colours_the_trained_on_text_and_names_dropped_rows(
-    given: Path, tmp_path: Path, harvested: bool
-) -> None:
+def test_inspect_colours_the_trained_on_text_and_names_dropped_rows(given, tmp_path, harvested):
     screen = io.StringIO()
     recipe = given_recipe(given, *([] if harvested else [f"run_dir={tmp_path}"]))
     inspect(recipe, Console(file=screen, force_terminal=True, width=200))
@@ -240,9 +223,6 @@ def test_inspect_colours_the_trained_on_text_and_names_dropped_rows(
     assert green[:2] == ["first words<|im_end|>", "last words<|im_end|>"]
     assert "too long" in shown
     assert "tokens per sample" in shown
-
-
-# Prompts with their answers
 
 
 def test_the_tokens_of_a_prompt_are_those_of_the_prompt_alone() -> None:
@@ -257,7 +237,6 @@ def test_the_tokens_of_a_prompt_are_those_of_the_prompt_alone() -> None:
 
 
 def test_the_target_answers_the_last_prompt_of_a_row_whatever_was_answered() -> None:
-    """Earlier answers stay."""
     template = ChatTemplate(build_tokenizer())
     for row, prompt in (
         ({"prompt": "what?", "response": "that"}, "[user]what?[assistant]"),
@@ -269,13 +248,12 @@ def test_the_target_answers_the_last_prompt_of_a_row_whatever_was_answered() -> 
         assert template.tokenizer.decode(tokens) == prompt
 
 
-# Held-out prompts and long ones
-
-
 def test_plain_texts_that_start_alike_are_not_taken_for_the_same(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     write_jsonl(path, [{"text": "go on"}, {"text": "go home"}])
-    tokenizer, sizes, report = build_tokenizer(), section(responses="given"), RowReport(str(path))
+    tokenizer, report = build_tokenizer(), RowReport(str(path))
+    fields: dict[str, Any] = {"num_prompts": 9, "prompt_tokens": 8, "response_tokens": 40, "responses": "given"}
+    sizes = DataSection(prompts="prompts.jsonl", heldout_prompts=Path("heldout.jsonl"), **fields)
     held_out = {key_of(row) for row in read_prompts(ChatTemplate(tokenizer), sizes, 1, RowReport(str(path)))}
     rows = read_prompts(ChatTemplate(tokenizer), sizes, None, report, held_out)
     assert [tokenizer.decode(row["text"]) for row in rows] == ["go home"]

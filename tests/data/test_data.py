@@ -1,6 +1,7 @@
 """Laws of the data pipeline: stages are reused, resumed or refused; stored features are what the target computes."""
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -41,9 +42,6 @@ def copied(harvested: Path, tmp_path: Path) -> Recipe:
     return tiny_recipe(harvested, f"run_dir={tmp_path / 'run'}")
 
 
-# Stages
-
-
 @pytest.mark.parametrize("complete", [True, False])
 def test_a_stage_made_from_other_inputs_is_refused_with_each_difference(tmp_path: Path, complete: bool) -> None:
     stage = Stage("responses", tmp_path, {"data.num_prompts": 8, "data.response_tokens": 16, "seed": 5})
@@ -63,33 +61,19 @@ def test_a_stage_made_from_other_inputs_is_refused_with_each_difference(tmp_path
     assert stage.is_complete() == complete  # the folder is unchanged
 
 
-def set_weights(target: Path) -> None:
-    build_target(target, seed=1)
-
-
-def set_template(target: Path) -> None:
-    (target / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
-
-
 def update(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
-def set_end_token(target: Path) -> None:
-    update(target / "generation_config.json", eos_token_id=[0])
 
 
 @pytest.mark.parametrize(
     ("change", "stage", "named"),
     [
-        (set_weights, "prompts", "the target's config and weights"),
-        (set_template, "prompts", "the target's chat template"),
-        (set_end_token, "responses", "the target's generation_config.json"),
+        (lambda target: build_target(target, seed=1), "prompts", "the target's config and weights"),
+        (lambda target: (target / "chat_template.jinja").write_text("<{{ messages }}>"), "prompts", "chat template"),
+        (lambda target: update(target / "generation_config.json", eos_token_id=[0]), "responses", "config.json"),
     ],
 )
-def test_a_changed_target_at_the_same_path_is_noticed_and_the_remedy_works(
-    harvested: Path, copied: Recipe, tmp_path: Path, change: Callable[[Path], None], stage: str, named: str
-) -> None:
+def test_a_target_changed_in_place_is_noticed_and_the_remedy_works(harvested, copied, tmp_path, change, stage, named):
     run, target = copied.run_dir, shutil.copytree(harvested / "target", tmp_path / "target")
     for name in ("checkpoints", "head", "report"):
         (run / name).mkdir()
@@ -108,9 +92,7 @@ def test_a_changed_target_at_the_same_path_is_noticed_and_the_remedy_works(
         harvest(recipe)
 
 
-def test_a_target_that_moved_or_was_saved_without_a_network_or_with_its_template_elsewhere_is_the_same(
-    harvested: Path, copied: Recipe, tmp_path: Path
-) -> None:
+def test_a_target_moved_or_saved_offline_or_with_its_template_elsewhere_is_the_same(harvested, copied, tmp_path):
     target, before = shutil.copytree(harvested / "target", tmp_path / "renamed"), modified(copied.run_dir)
     harvest(tiny_recipe(harvested, f"run_dir={copied.run_dir}", f"target.path={target}"))
     assert modified(copied.run_dir) == before
@@ -151,7 +133,6 @@ def test_a_row_that_was_mended_needs_no_other_run_dir(harvested: Path, tmp_path:
 
 
 def reopen(stage_folder: Path) -> None:
-    """Leave a stage as a killed run does: claimed, not complete."""
     path = stage_folder / "stage.json"
     stage = json.loads(path.read_text())
     path.write_text(json.dumps({"inputs": stage["inputs"], "complete": False}, indent=1))
@@ -180,18 +161,13 @@ def lose_the_stage_file(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize("kill", [kill_while_writing_responses, kill_while_writing_features, lose_the_stage_file])
-def test_a_killed_harvest_resumes_to_the_same_bytes(
-    harvested: Path, copied: Recipe, kill: Callable[[Recipe], None]
-) -> None:
+def test_a_killed_harvest_resumes_to_the_same_bytes(harvested, copied, kill):
     kill(copied)
     survivors = modified(copied.features_dir) if copied.features_dir.exists() else {}
     harvest(copied)
     assert contents(copied.run_dir) == contents(harvested / "run")
     now = modified(copied.features_dir)
     assert all(now[name] == time for name, time in survivors.items() if name.endswith(".safetensors"))
-
-
-# Features
 
 
 def test_features_are_those_that_the_target_computes_for_each_sample_alone(harvested: Path, tmp_path: Path) -> None:
@@ -234,9 +210,6 @@ def test_the_loss_mask_is_exactly_the_response_whose_tokens_are_counted(harveste
         assert store.token_counts(300).tolist() == [written.count(token) for token in range(300)]
 
 
-# Shards on disk
-
-
 @pytest.mark.parametrize("head", ["head={kind: eagle1}", "head.taps=[1, 3]", "head.taps=[2, 4]"])
 def test_one_store_serves_heads_with_different_taps(harvested: Path, tmp_path: Path, head: str) -> None:
     """The store holds taps 1, 2, 3 and the last state. eagle1 reads the last; others read some of 1, 2, 3."""
@@ -254,25 +227,18 @@ def test_one_store_serves_heads_with_different_taps(harvested: Path, tmp_path: P
         assert part[number].last_hidden.equal(whole[number].last_hidden)
 
 
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-7])
-
-
-def of_another_run(path: Path) -> None:
-    save_file(load_file(path), path, metadata={"made_from": "another run"})
-
-
 @pytest.mark.parametrize(
-    ("damage", "why"), [(of_another_run, "a shard of another run.*'another run'"), (truncate, "cannot be read")]
+    ("damage", "why"),
+    [
+        (lambda path: save_file(load_file(path), path, {"made_from": "another run"}), "of another run.*'another run'"),
+        (lambda path: os.truncate(path, path.stat().st_size - 7), "cannot be read"),
+    ],
 )
 def test_a_resumed_harvest_refuses_a_bad_shard(copied: Recipe, damage: Callable[[Path], None], why: str) -> None:
     kill_while_writing_features(copied)
     damage(copied.features_dir / "train-00000.safetensors")
     with pytest.raises(ValueError, match=rf"train-00000\.safetensors.*{why}"):
         harvest(copied)
-
-
-# Prompts
 
 
 @pytest.mark.parametrize(

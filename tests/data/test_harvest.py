@@ -7,7 +7,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,7 @@ def responses(recipe: Recipe, split: str = "train") -> list[dict[str, Any]]:
     return [row for path in sorted(recipe.responses_dir.glob(f"{split}-*.jsonl")) for row in read_jsonl(path)]
 
 
-# Cost
-
-
-def test_features_too_large_for_the_disk_are_refused_before_the_responses_or_before_the_features(
-    harvested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_features_too_large_for_the_disk_are_refused_before_their_stages(harvested, tmp_path, monkeypatch, capsys):
     for name in ("prompts", "responses"):
         shutil.copytree(harvested / "run" / name, tmp_path / name)
     recipe, per_token = tiny_recipe(harvested, f"run_dir={tmp_path}"), bytes_per_token(32, 3, "float32")
@@ -71,9 +66,7 @@ def test_features_too_large_for_the_disk_are_refused_before_the_responses_or_bef
     assert f"features take {decimal(least)} to {decimal(most)} on disk" in capsys.readouterr().out
 
 
-def test_as_many_texts_decode_together_as_fit_into_memory(
-    harvested: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_as_many_texts_decode_together_as_fit_into_memory(harvested, monkeypatch, capsys):
     recipe = tiny_recipe(harvested, "data.generate_batch=3")
     target, sizes = TargetModel.load(recipe.target, ()), []
     prompts = [{"tokens": [5, 6, 7 + number]} for number in range(5)]
@@ -98,9 +91,7 @@ def test_as_many_texts_decode_together_as_fit_into_memory(
     assert shard_work.texts_together(recipe, target, 36) == recipe.data.generate_batch - 1
 
 
-def test_the_fullest_device_of_a_spread_target_bounds_the_texts(
-    harvested: Path, make_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_fullest_device_of_a_spread_target_bounds_the_texts(harvested, make_model, monkeypatch, capsys):
     """The whole cache was compared with what the first device had free. The second has three of the seven layers."""
     recipe = tiny_recipe(harvested, "data.generate_batch=3")
     monkeypatch.setattr(shard_work, "CHECKED_STEP_BYTES_MIN", 0)
@@ -122,18 +113,13 @@ def test_a_target_split_by_layers_computes_the_same_states(harvested: Path) -> N
         assert_close(vars(outputs[1])[name], tensor, rtol=1e-3, atol=1e-3)  # by other kernels
 
 
-# Who writes the responses
-
-
 @pytest.fixture
 def server() -> Iterator[tuple[str, type[Server]]]:
     with serving() as found:
         yield found
 
 
-def test_responses_come_from_a_server_that_sometimes_fails(
-    server: tuple[str, type[Server]], harvested: Path, tmp_path: Path
-) -> None:
+def test_responses_come_from_a_server_that_sometimes_fails(server, harvested, tmp_path):
     url, handler = server
     handler.failures = iter([503, 0, 429, 0, 0])
     recipe = tiny_recipe(harvested, f"run_dir={tmp_path}", f"data.server={url}")
@@ -174,9 +160,7 @@ def test_all_requests_of_a_batch_are_in_flight_at_once(server: tuple[str, type[S
         (choice(token_ids=[]), " answered with finish_reason 'stop' after no token, an end token"),
     ],
 )
-def test_an_answer_whose_tokens_are_not_the_targets_is_refused(
-    server: tuple[str, type[Server]], harvested: Path, tmp_path: Path, answer: object, why: str
-) -> None:
+def test_an_answer_whose_tokens_are_not_the_targets_is_refused(server, harvested, tmp_path, answer, why):
     """From text alone an end token was guessed, which the target did not write."""
     url, handler = server
     handler.odd = answer
@@ -197,9 +181,7 @@ def test_a_draft_head_writes_the_targets_own_text(tmp_path: Path) -> None:
     assert FeatureStore(recipe.features_dir, "train").about["written_by"] == "speculative decoding"
 
 
-def test_answers_end_where_the_chat_template_ends_them(
-    harvested: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_end_where_the_chat_template_ends_them(harvested, tmp_path, capsys):
     before = {tuple(row["prompt"]): row["response"] for row in responses(tiny_recipe(harvested))}
     mark = next(row[2] for row in before.values() if len(row) > 3)
     tokenizer, target = build_tokenizer(), shutil.copytree(harvested / "target", tmp_path / "target")
@@ -227,8 +209,6 @@ def test_responses_do_not_depend_on_shards_and_batches(harvested: Path, tmp_path
     assert [row["temperature"] for row in rows[:4]] == [0, 0.8, 0, 0.8]
 
 
-# Kills
-
 FORKING = multiprocessing.get_context("forkserver")  # children fork from a process that has only imported modules
 FORKING.set_forkserver_preload(["headstart.data_pipelines.harvest", "tiny_run"])
 
@@ -242,7 +222,6 @@ def one_rank(folder: Path, rank: int, ranks: int, port: int) -> None:
 
 
 def start(folder: Path, ranks: int) -> list[BaseProcess]:
-    """Start a harvest with this many ranks, one process each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -272,9 +251,7 @@ def killed(processes: list[BaseProcess], folder: Path, new_files: int, delay: fl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [build_run, build_seeing_run])
-def test_a_harvest_killed_20_times_with_changing_ranks_equals_an_uninterrupted_one(
-    build: Callable[[Path], Path], tmp_path: Path
-) -> None:
+def test_a_harvest_killed_20_times_with_changing_ranks_equals_an_uninterrupted_one(build, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
         folder.mkdir()

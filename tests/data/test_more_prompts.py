@@ -2,13 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_inputs import Typed, assert_told
+from bad_inputs import assert_told
 from matrix import slow
 from test_harvest import start
 from tiny_run import contents, copy_run, modified, tiny_recipe, write_prompts
@@ -44,9 +43,7 @@ def fresh(folder: Path, *overrides: str) -> dict[str, bytes]:
         pytest.param(14, 13, id="one more prompt of the same file"),
     ],
 )
-def test_adding_prompts_keeps_the_whole_shards_and_ends_like_a_fresh_harvest(
-    folder: Path, typed: Typed, rows: int, count: int
-) -> None:
+def test_adding_prompts_keeps_the_whole_shards_and_ends_like_a_fresh_harvest(folder, typed, rows, count):
     """shards of 5   before: 5 5 2    kept: 5 5, and the 2 responses of the third    after: as many as fresh"""
     before = modified(folder / "run")
     grow(folder, rows)
@@ -72,9 +69,7 @@ def test_adding_prompts_keeps_the_whole_shards_and_ends_like_a_fresh_harvest(
         *map(slow, [("unlink", 1), ("unlink", 2), ("unlink", 5), ("write_text", 2)]),
     ],
 )
-def test_a_kill_while_prompts_are_added_costs_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, call: int
-) -> None:
+def test_a_kill_while_prompts_are_added_costs_nothing(folder, monkeypatch, name, call):
     grow(folder, 20)
     holder: Any = {"claim": Stage, "unlink": Path, "write_text": more_prompts}[name]
     calls, whole = count(1), getattr(holder, name)
@@ -114,9 +109,7 @@ OTHER = json.dumps({"prompt": "another"}) + "\n"
     ],
     ids=["other rows", "a bad row", "fewer"],
 )
-def test_prompts_that_cannot_continue_a_run_are_refused_and_change_nothing(
-    folder: Path, change: Callable[[list[str]], list[str]], count: int, said: str
-) -> None:
+def test_prompts_that_cannot_continue_a_run_are_refused_and_change_nothing(folder, change, count, said):
     path, before = folder / "prompts.jsonl", contents(folder / "run")
     path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
     stages = " ".join(str(folder / "run" / name) for name in ("prompts", "responses", "features"))
@@ -134,9 +127,7 @@ def test_prompts_that_cannot_continue_a_run_are_refused_and_change_nothing(
         slow((0, ["prompts", "responses"], 10, "features")),
     ],
 )
-def test_responses_or_features_of_other_prompts_are_not_taken_over(
-    folder: Path, first: int, removed: list[str], count: int, refused: str
-) -> None:
+def test_responses_or_features_of_other_prompts_are_not_taken_over(folder, first, removed, count, refused):
     """The prompts' folder was removed and made from another file or number; what depends on it was left there."""
     write_prompts(folder / "prompts.jsonl", count=14, first=first)
     for stage in removed:

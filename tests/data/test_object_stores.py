@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from accelerate import PartialState
+from killed_runs import Killed
 from matrix import slow
 from object_store import BUCKET, ENVIRONMENT, Fault, Forward, every, moto_server, proxy
 from tiny_run import contents, quiet_environment, tiny_recipe
@@ -85,29 +86,20 @@ def assert_same_run(url: str, local: Path) -> None:
     assert [name for name in found if name != TIMED and found[name] != expected[name]] == []
 
 
-# The same run
-
-
-class KilledError(Exception):
-    """Ends a command in a test."""
-
-
-def test_a_run_in_a_bucket_is_the_local_one_and_goes_on_on_another_machine(
-    store: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_in_a_bucket_is_the_local_one_and_goes_on_on_another_machine(store, local, tmp_path, monkeypatch):
     """The first machine is killed while it uploads a checkpoint, which is none without its last file."""
     upload = remote.upload
 
     def killed_at_the_state(source: Path, path: Path) -> None:
         if path.parent.name == "step-8" and path.name == "state.json":
-            raise KilledError
+            raise Killed
         upload(source, path)
 
     with monkeypatch.context() as patch:
         patch.setattr(remote, "upload", killed_at_the_state)
-        with pytest.raises(KilledError):
+        with pytest.raises(Killed):
             train(tiny_recipe(local, f"run_dir={store}"))
-    assert "checkpoints/step-8/head.safetensors" in stored(store)
+    assert filesystem("s3").exists(f"{store}/checkpoints/step-8/head.safetensors")
     move_to("second", tmp_path, monkeypatch)
     recipe = tiny_recipe(local, f"run_dir={store}")
     train(recipe)
@@ -136,9 +128,7 @@ def test_data_and_features_of_other_runs_are_read_by_url(store: str, local: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["parts", "ray"])
-def test_parts_on_machines_that_share_only_a_bucket_and_workers_of_ray_leave_the_local_harvest(
-    store: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_parts_and_workers_of_ray_that_share_a_bucket_leave_the_local_harvest(store, local, tmp_path, monkeypatch, how):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for part in ("2/3", "1/3", "3/3") if how == "parts" else ():
         move_to(f"machine of {part[0]}", tmp_path, monkeypatch)
@@ -154,9 +144,7 @@ def test_parts_on_machines_that_share_only_a_bucket_and_workers_of_ray_leave_the
 
 
 @pytest.mark.slow
-def test_a_cache_smaller_than_the_features_changes_nothing(
-    store: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_smaller_than_the_features_changes_nothing(store, local, tmp_path, monkeypatch):
     """Two shards of three fit. The harvest keeps no more, and training fetches them as it goes."""
     largest = max(path.stat().st_size for path in (local / "run/features").glob("train-*.safetensors"))
     monkeypatch.setenv("HEADSTART_CACHE_GB", str(2.5 * largest / 1e9))
@@ -167,9 +155,7 @@ def test_a_cache_smaller_than_the_features_changes_nothing(
     assert_same_run(store, local)
 
 
-def test_an_order_is_followed_with_no_more_shards_than_fit(
-    store: str, local: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_order_is_followed_with_no_more_shards_than_fit(store, local, monkeypatch):
     """An order by shard, of 5, 5 and 2 samples, and room for one shard: each is fetched once and then dropped."""
     fill(store, local / "run")
     recipe = tiny_recipe(local, f"run_dir={store}")
@@ -191,13 +177,6 @@ def test_an_order_is_followed_with_no_more_shards_than_fit(
         assert sum(path.stat().st_size for path in recipe.features_dir.glob("train-*.safetensors")) <= max(sizes) + 1
     features.close()
     assert fetched[:3] == [f"train-0000{number}.safetensors" for number in (1, 0, 2)]
-
-
-# Failures of the store
-
-
-def throttled(handler: Forward) -> bool:
-    return handler.refuse(503, "SlowDown")
 
 
 def timed_out(handler: Forward) -> bool:
@@ -235,10 +214,8 @@ def with_a_wrong_bit(body: bytes) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [cut, throttled, timed_out])
-def test_requests_that_fail_now_and_then_are_survived(
-    store: str, server: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
-) -> None:
+@pytest.mark.parametrize("fault", [cut, lambda handler: handler.refuse(503, "SlowDown"), timed_out])
+def test_requests_that_fail_now_and_then_are_survived(store, server, local, tmp_path, monkeypatch, fault):
     import s3fs
 
     monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 0.5)
@@ -263,9 +240,7 @@ def test_requests_that_fail_now_and_then_are_survived(
         slow(answering_shards(with_a_wrong_bit, checksums=True)),
     ],
 )
-def test_a_shard_that_arrives_wrong_is_fetched_again_or_named(
-    store: str, server: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
-) -> None:
+def test_a_shard_that_arrives_wrong_is_fetched_again_or_named(store, server, local, tmp_path, monkeypatch, fault):
     fill(store, local / "run")
     for machine, often in (("second", 2), ("third", 1)):
         with proxy(server, every(often, fault)) as address:
@@ -286,9 +261,6 @@ def test_a_shard_that_arrives_wrong_is_fetched_again_or_named(
             features.close()
 
 
-# What is refused
-
-
 SECRET = r"run_dir: .*without user, password and query.*AWS_PROFILE"
 
 
@@ -303,9 +275,7 @@ SECRET = r"run_dir: .*without user, password and query.*AWS_PROFILE"
         ("data.draft_head=s3://bucket/head", r"data\.draft_head: .*only run_dir, data\.folder, data\.store may"),
     ],
 )
-def test_a_url_that_cannot_be_used_is_refused(
-    local: Path, monkeypatch: pytest.MonkeyPatch, override: str, message: str
-) -> None:
+def test_a_url_that_cannot_be_used_is_refused(local, monkeypatch, override, message):
     find = remote.find_spec
     monkeypatch.setattr(remote, "find_spec", lambda name: None if name == "gcsfs" else find(name))
     with pytest.raises(RecipeError, match=message) as refused:
@@ -313,9 +283,7 @@ def test_a_url_that_cannot_be_used_is_refused(
     assert "hunter2" not in str(refused.value)
 
 
-def test_a_store_that_cannot_be_used_is_named_before_any_work(
-    store: str, server: str, local: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_cannot_be_used_is_named_before_any_work(store, server, local, monkeypatch):
     recipe, unknown = tiny_recipe(local, f"run_dir={store}"), tiny_recipe(local, "run_dir=s3://no-such-bucket/run")
     with pytest.raises(ValueError, match=r"run_dir: s3://no-such-bucket/run: .*bucket.*correct the name"):
         train(unknown)
@@ -337,9 +305,6 @@ def test_a_store_that_cannot_be_used_is_named_before_any_work(
         check_access(recipe.run_dir)
 
 
-# One command at a time
-
-
 KILLED = """
 import os, sys
 from headstart.common.remote import mirror_of
@@ -351,9 +316,7 @@ with only_run_in(mirror_of(sys.argv[1]), "training"):
 
 
 @pytest.mark.slow
-def test_a_second_command_is_refused_on_any_machine_and_a_killed_one_makes_way(
-    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_command_is_refused_on_any_machine_and_a_killed_one_makes_way(store, tmp_path, monkeypatch):
     command, environment = [sys.executable, "-c", KILLED, store], quiet_environment(Path(__file__).parents[2])
     process = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     number = process.stdout.strip()
@@ -371,9 +334,7 @@ def test_a_second_command_is_refused_on_any_machine_and_a_killed_one_makes_way(
     assert not filesystem("s3").exists(f"{store}/{OWNER}")
 
 
-def test_a_rank_that_pulls_leaves_another_rank_the_file_that_it_is_writing(
-    store: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_pulls_leaves_another_rank_the_file_that_it_is_writing(store, monkeypatch):
     folder, upload = mirror_of(store), remote.upload
 
     def upload_beside_a_pull(source: Path, path: Path) -> None:

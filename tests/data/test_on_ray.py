@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 from accelerate import PartialState
-from bad_inputs import Says, Typed, assert_raises, assert_refused
+from bad_inputs import Says, assert_raises, assert_refused
 from tiny_run import build_run, contents, quiet_environment, tiny_recipe, write_prompts
 
 from headstart.common.process import running_code
@@ -41,9 +41,6 @@ def folder(tmp_path: Path) -> Path:
 def undivided(folder: Path) -> dict[str, bytes]:
     harvest(tiny_recipe(folder, f"run_dir={folder / 'undivided'}"))
     return contents(folder / "undivided")
-
-
-# The driver, with workers that are pretended
 
 
 class PretendedRay:
@@ -91,9 +88,7 @@ def workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Work
     return pretend
 
 
-def test_what_a_lost_worker_was_doing_is_done_once_by_another(
-    workers: Callable[..., Workers], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_lost_worker_was_doing_is_done_once_by_another(workers, capsys):
     rng = random.Random(1)
     done = list(workers(lambda *names: rng.random() < 0.4).carry_out(TASKS))
     assert sorted(done, key=lambda each: each[1]) == [(task, number) for number, task in enumerate(TASKS)]
@@ -112,9 +107,7 @@ def test_no_more_workers_are_started_than_there_are_places_or_tasks(workers: Cal
     assert len(few.names) == 3
 
 
-def test_shards_that_cost_every_worker_its_life_and_workers_that_never_start_end_the_run(
-    workers: Callable[..., Workers],
-) -> None:
+def test_shards_that_cost_every_worker_its_life_and_workers_that_never_start_end_the_run(workers):
     deadly = workers(lambda *names: names == ("4",))
     said = Says(f"{TASK_LOSSES_MAX} workers failed on 4", "on a", "correct the cause", "run the same command again")
     assert_raises(lambda: list(deadly.carry_out(TASKS)), said)
@@ -124,20 +117,13 @@ def test_shards_that_cost_every_worker_its_life_and_workers_that_never_start_end
 @pytest.mark.parametrize(
     ("fact", "value"), [("commit of headstart", "abc"), ("the run's folder", "/b/run, another folder")]
 )
-def test_a_worker_that_differs_from_the_driver_is_refused_by_name(
-    workers: Callable[..., Workers], fact: str, value: str
-) -> None:
+def test_a_worker_that_differs_from_the_driver_is_refused_by_name(workers, fact, value):
     facts = {**running_code(), "the run's folder": "the same folder", fact: value}
     said = Says("process 7 on b", f"{fact}: '{value}' there", "install the same", "run_dir that all of them share")
     assert_raises(lambda: workers()._welcome("process 7 on b", facts), said)
 
 
-# Mistakes
-
-
-def test_without_ray_the_command_says_how_to_get_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
-) -> None:
+def test_without_ray_the_command_says_how_to_get_it(folder, monkeypatch, typed):
     monkeypatch.setattr("headstart.data_pipelines.harvest.find_spec", lambda name: None)
     outcome = typed("harvest", str(folder / "recipe.yaml"), "--on", "ray")
     assert_refused(outcome, Says("--on", "ray given", "not installed", "pip install -e '.[ray]'"))
@@ -151,9 +137,6 @@ def test_two_drivers_a_driver_beside_a_part_and_a_draft_head_are_refused(folder:
         assert_raises(lambda: run(recipe, None, "ray"), "in use by harvest --on ray as process | wait for it")
     with only_run_in(locks_of(recipe.run_dir) / "2-of-3", "harvest --part 2/3"):
         assert_raises(lambda: run(recipe, None, "ray"), "harvest --part 2/3 as process | wait for them")
-
-
-# A cluster
 
 
 @pytest.fixture(scope="module")

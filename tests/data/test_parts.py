@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +34,7 @@ def make(folder: Path, part: str, *overrides: str) -> None:
 
 
 @pytest.mark.parametrize("parts", [["1/3", "1/2", "the rest"], slow(["3/5", "1/5", "2/5", "5/5", "4/5"])])
-def test_parts_of_any_number_and_order_and_a_plain_run_after_them_leave_what_an_undivided_run_leaves(
-    folder: Path, harvested: Path, parts: list[str]
-) -> None:
+def test_parts_of_any_number_and_order_and_a_plain_run_leave_what_an_undivided_run_leaves(folder, harvested, parts):
     for part in parts:
         made = modified(folder / "run/features") if (folder / "run").exists() else {}
         harvest(tiny_recipe(folder)) if part == "the rest" else make(folder, part)
@@ -63,9 +60,6 @@ def test_parts_that_run_at_the_same_time_make_the_prompts_and_the_manifest_once(
     assert contents(folder / "run") == contents(harvested / "run")
 
 
-# Company
-
-
 def test_a_part_that_runs_twice_is_refused_by_name(folder: Path, typed: Typed) -> None:
     with only_run_in(locks_of(folder / "run") / "2-of-3", "harvest --part 2/3"):
         command = ["harvest", str(folder / "recipe.yaml"), "--part"]
@@ -87,9 +81,7 @@ def test_no_other_command_writes_beside_a_part(folder: Path, command: str, typed
         make(folder, "1/2")  # nor does a part wait
 
 
-def test_of_parts_that_finish_together_the_last_writes_the_manifest_and_then_none_loads_the_target(
-    folder: Path, harvested: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_last_of_parts_writes_the_manifest_and_then_none_loads_the_target(folder, harvested, monkeypatch, capsys):
     make(folder, "1/2")
     with only_run_in(locks_of(folder / "run") / "1-of-2", "harvest --part 1/2"):  # it has not come to its end yet
         make(folder, "2/2")
@@ -102,12 +94,7 @@ def test_of_parts_that_finish_together_the_last_writes_the_manifest_and_then_non
     assert contents(folder / "run") == contents(harvested / "run")
 
 
-# Mistakes
-
-
-def test_a_part_of_another_recipe_or_by_other_code_is_refused_by_name(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_of_another_recipe_or_by_other_code_is_refused_by_name(folder, monkeypatch):
     make(folder, "1/2")
     before = contents(folder / "run")
     for override, facts in (
@@ -124,35 +111,26 @@ def test_a_part_of_another_recipe_or_by_other_code_is_refused_by_name(
     assert contents(folder / "run") == before
 
 
-# SIGTERM
-
-
-@pytest.mark.parametrize("stage", ["responses", "features"])
-def test_sigterm_finishes_what_has_begun_and_the_same_command_goes_on(
-    folder: Path, harvested: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str
-) -> None:
+def test_sigterm_finishes_what_has_begun_and_the_same_command_goes_on(folder, harvested, monkeypatch, capsys):
     """Three texts decode together; a shard of features has five samples."""
-    expected, calls = contents(harvested / "run"), 0
-    add: Callable[..., None] = ShardProgress.add
+    run, add, stopped = folder / "run", ShardProgress.add, set[str]()
 
     def signalling(meter: ShardProgress, *counts: Any) -> None:
-        nonlocal calls
         add(meter, *counts)
-        calls += meter.what == stage
-        if meter.what == stage and calls == 1:
+        if meter.what not in stopped:
+            stopped.add(meter.what)
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(ShardProgress, "add", signalling)
-    with pytest.raises(SystemExit) as stop:
-        make(folder, "1/1", "data.generate_batch=3")
-    assert stop.value.code == 143
-    assert "SIGTERM: finished texts and shards are saved" in capsys.readouterr().out
-    run = folder / "run"
-    if stage == "responses":
-        kept = sum(len(path.read_text().splitlines()) for path in (run / "responses").glob("*.jsonl*"))
-        assert 1 < kept <= 3, "the other two texts that were running"
-    else:
-        assert len(list((run / "features").glob("*.safetensors"))) == 1
-    assert not list(run.rglob("*.partial"))
+    for stage in ("responses", "features"):
+        with pytest.raises(SystemExit) as stop:
+            make(folder, "1/1", "data.generate_batch=3")
+        assert (stop.value.code, stage in stopped) == (143, True)
+        assert "SIGTERM: finished texts and shards are saved" in capsys.readouterr().out
+        if stage == "responses":
+            kept = sum(len(path.read_text().splitlines()) for path in (run / "responses").glob("*.jsonl*"))
+            assert 1 < kept <= 3, "the other two texts that were running"
+        assert len(list((run / "features").glob("*.safetensors"))) == (stage == "features")
+        assert not list(run.rglob("*.partial"))
     make(folder, "1/1")
-    assert contents(run) == expected
+    assert contents(run) == contents(harvested / "run")

@@ -104,9 +104,6 @@ def report_of(found: ChatTemplate, path: Path, *rows: dict[str, Any], **fields: 
     return read_prompts(found, data, None, report), report.summary("prompts", data)
 
 
-# Templates
-
-
 def test_reasoning_is_trained_on_after_the_block_that_the_prompt_opens() -> None:
     found, thought = template(REASONING), "<think>\nTwo and two.\n</think>\n\nFour."
     prompt = "<|bos|><|user|>2+2?<|assistant|><think>\n"
@@ -155,8 +152,6 @@ def test_a_date_format_in_a_variable_refused_every_row_for_a_key_that_nobody_gav
     assert prompt_of(template(source, date="2026-01-02"), row).startswith("\n2 Jan 2026<")
 
 
-# Tool calls
-
 CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
 RESULT = {"role": "tool", "content": "snow"}
 ASKS_SNOW, CALLS_WEATHER = user("Snow?"), says(None, tool_calls=[{"function": CALL}])
@@ -188,9 +183,7 @@ def calls_with(value: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_part_of_a_turn_vanished_if_its_text_stood_elsewhere_in_the_prompt(
-    source: str, messages: list[dict[str, Any]], hidden: str
-) -> None:
+def test_a_part_of_a_turn_vanished_if_its_text_stood_elsewhere_in_the_prompt(source, messages, hidden):
     answered, found = {"messages": [*messages, says("Yes.")]}, template(source)
     for read in (
         lambda: prompt_of(found, {"messages": messages}),
@@ -241,9 +234,6 @@ def test_reasoning_under_every_name_reaches_the_template_in_rows_and_in_serving(
         assert served(found, [*messages[:1], says("Hello.", annotations=[{}], parsed=[], **{name: []}), messages[2]])
 
 
-# What rows say besides their words
-
-
 TOOLS = [{"type": "function", "function": CALL | {"description": "of a day", "parameters": {"type": "object"}}}]
 HELLO = {"messages": [user("Hi"), says("Hello.")]}
 SNOWS = {"messages": [ASKS_SNOW, CALLS_WEATHER, RESULT, says("It snows.")]}  # its call is an answer, too
@@ -267,9 +257,7 @@ ODD_FIELDS = [
         (CHATML, [{"messages": [*HELLO["messages"], user("Bye")]}], "dropped the turns after the last answer of 1"),
     ],
 )
-def test_what_is_added_not_read_or_dropped_is_said(
-    tmp_path: Path, source: str, rows: list[dict[str, Any]], part: str
-) -> None:
+def test_what_is_added_not_read_or_dropped_is_said(tmp_path, source, rows, part):
     kept, summary = report_of(template(source), tmp_path / "rows.jsonl", *rows, responses="given")
     assert part in summary
     assert "Hello." in str(template(source).tokenizer.decode(kept[0]["text"]))
@@ -291,9 +279,7 @@ ONCE_MORE = "turn 2 opens <think> once more than the chat template; close it, or
         (CHATML.replace("assistant\n", "assistant\n<think>\n"), says("<think>Two and two."), ONCE_MORE),
     ],
 )
-def test_an_answer_that_cannot_be_trained_on_as_it_is_refuses_the_row(
-    source: str, answer: dict[str, Any], why: str
-) -> None:
+def test_an_answer_that_cannot_be_trained_on_as_it_is_refuses_the_row(source, answer, why):
     with pytest.raises(BadRow, match=why):
         samples(template(source), {"messages": [user("2+2?"), answer]})
 
@@ -306,9 +292,6 @@ def test_an_empty_block_of_reasoning_was_written_twice() -> None:
     ):
         [(before, found)] = trained_on(opens, {"messages": [user("2+2?"), says(content)]})
         assert (before[-9:], found) == ("<reason>\n", words)
-
-
-# Text
 
 
 def test_a_bare_prompt_is_a_turn_of_the_user_for_a_chat_model() -> None:
@@ -373,9 +356,6 @@ def test_a_completion_got_a_space_or_an_end_token_that_the_row_does_not_have() -
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     [sample] = samples(ChatTemplate(tokenizer), {"prompt": "def f", "completion": "oo(x)"})
     assert tokenizer.decode(sample.tokens) == "<s> def foo(x)</s>"
-
-
-# All of it, for rows that nobody wrote by hand
 
 
 def served(found: ChatTemplate, messages: list[dict[str, Any]]) -> str:

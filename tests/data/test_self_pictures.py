@@ -36,7 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def shown(folder: Path, tmp_path: Path) -> Path:
-    """A copy of the pictures."""
     return shutil.copytree(folder / "shown", tmp_path / "shown")
 
 
@@ -76,9 +75,7 @@ def test_both_kinds_are_kept_held_out_and_harvested(folder: Path) -> None:
     assert len(FeatureStore(recipe.features_dir, "train")) == 4
 
 
-def test_a_target_writes_other_words_about_another_picture_and_the_run_of_the_first_is_refused(
-    folder: Path, shown: Path
-) -> None:
+def test_a_target_writes_other_words_about_another_picture_and_the_run_of_the_first_is_refused(folder, shown):
     for path in shown.iterdir():
         Image.open(path).rotate(180).save(path)
     recipe = own_recipe(folder, shown)
@@ -92,9 +89,7 @@ def test_a_target_writes_other_words_about_another_picture_and_the_run_of_the_fi
     assert_raises(lambda: make_prompts_alone(recipe), said)
 
 
-def test_a_killed_run_goes_on_after_its_last_candidate_in_batches_of_any_size(
-    folder: Path, shown: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_goes_on_after_its_last_candidate_in_batches_of_any_size(folder, shown, monkeypatch):
     """candidates   0..7 | torn line   killed   the torn one and all after it by the same command, pictures too"""
     recipe, written = own_recipe(folder, shown, "data.generate_batch=24"), list[int]()
 
@@ -115,27 +110,22 @@ def test_a_killed_run_goes_on_after_its_last_candidate_in_batches_of_any_size(
     assert all(made[name] == its[name] for name in ("train.jsonl", "heldout.jsonl", "rows.json"))
 
 
-def test_a_broken_picture_is_counted_and_named_and_too_many_stop_the_run(folder: Path, shown: Path) -> None:
+def test_broken_and_large_pictures_are_counted_and_named_and_too_many_broken_ones_stop_the_run(folder, shown):
     (shown / "red.png").write_bytes((shown / "red.png").read_bytes()[:60])
-    recipe = own_recipe(folder, shown, "data.num_prompts=1")
+    (shown / "blue.png").write_bytes(file_bytes(picture(cells=8)))
+    few = "data.num_prompts=1", "data.heldout_samples=1"
+    recipe = own_recipe(folder, shown, "data.prompt_tokens=60", *few)
     make_prompts_alone(recipe)
+    large = {row["turns"][0] for row in candidates(recipe).values() if row["rejected"] == "too long"}
+    assert large == {"72 tokens before the user's words"}
     bad = [row for report in json.loads((recipe.prompts_dir / "rows.json").read_text()) for row in report["bad_rows"]]
     named = {row["why"] for row in bad if row["kind"] == "picture"}
     assert ["data.self_pictures: red.png: " in why and "unreadable" in why for why in named] == [True]
     for path in shown.iterdir():
         path.write_bytes(b"GIF8")
-    other = own_recipe(folder, shown, f"run_dir={shown.parent}/other")
+    other = own_recipe(folder, shown, f"run_dir={shown.parent}/other", *few)
     says = "6 of 12 candidates show pictures that cannot be read, up to 1% are allowed | : blue.png: | remove them"
     assert_raises(lambda: make_prompts_alone(other), says)
-
-
-def test_a_picture_that_leaves_no_room_for_words_is_too_large(folder: Path, shown: Path) -> None:
-    for path in shown.iterdir():
-        path.write_bytes(file_bytes(picture(cells=8)))
-    recipe = own_recipe(folder, shown, "data.prompt_tokens=60")
-    make_prompts_alone(recipe)
-    whys = {row["rejected"]: row["turns"][0] for number, row in candidates(recipe).items() if number % 2}
-    assert whys == {"too long": "72 tokens before the user's words"}
 
 
 def test_the_same_question_about_another_picture_is_another_prompt() -> None:
@@ -151,9 +141,7 @@ def test_the_same_question_about_another_picture_is_another_prompt() -> None:
 
 
 @pytest.mark.parametrize("symptom", ["missing", "empty", "text alone", "template"])
-def test_what_rules_out_prompts_about_pictures_is_named_before_any_work(
-    folder: Path, shown: Path, symptom: str
-) -> None:
+def test_what_rules_out_prompts_about_pictures_is_named_before_any_work(folder, shown, symptom):
     overrides, says = [], Says("data.self_pictures", f"{shown} given", "rules out", "leave the field out")
     if symptom in ("missing", "empty"):
         shutil.rmtree(shown)

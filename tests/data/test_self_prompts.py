@@ -111,9 +111,6 @@ def test_a_harvest_and_its_measurements_run_on_the_targets_own_prompts(folder: P
     assert [each.prompt for each in held_out_prompts(recipe)] == [row["tokens"] for row in rows(recipe, "heldout")]
 
 
-# System prompts
-
-
 @pytest.mark.slow
 def test_system_prompts_steer_the_words(folder: Path, tmp_path: Path) -> None:
     recipe = own_recipe(folder, tmp_path, "data.self_system_prompts=[maths, null]")
@@ -122,9 +119,6 @@ def test_system_prompts_steer_the_words(folder: Path, tmp_path: Path) -> None:
     steered = {row["candidate"]: row["turns"] for row in read_jsonl(recipe.prompts_dir / "candidates.jsonl")}
     shared = plain.keys() & steered.keys()
     assert all((plain[number] == steered[number]) == (number % 2 == 1) for number in shared)
-
-
-# Templates
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -138,8 +132,6 @@ def test_the_opening_ends_where_the_words_begin_in_every_family(name: str) -> No
     assert whole[: len(wanted)] == wanted
     assert tokenizer.decode(whole).startswith(tokenizer.decode(opening.tokens) + opening.space + words)
 
-
-# Filters
 
 WORDS = "please count all letters of this line"
 
@@ -165,9 +157,7 @@ def scripted(said: str, tokenizer: PreTrainedTokenizerFast, ends: bool = True) -
         ("one two three [PAD] four", True, "template marks"),  # a token that the target lacks
     ],
 )
-def test_what_is_wrong_with_a_candidate_alone_is_found(
-    folder: Path, tmp_path: Path, said: str, ends: bool, why: str | None
-) -> None:
+def test_what_is_wrong_with_a_candidate_alone_is_found(folder, tmp_path, said, ends, why):
     """A good one becomes the prompt that a server renders from the words."""
     tokenizer, recipe = build_letters(), own_recipe(folder, tmp_path)
     tokenizer.chat_template = str(tokenizer.chat_template).replace("m.content", "m.content | trim")
@@ -224,12 +214,8 @@ def test_near_duplicates_are_found_among_many_texts() -> None:
 
 
 def text_about(number: int) -> str:
-    """A text of random words that begins with z."""
     rng = random.Random(number)
     return "z" + " ".join("".join(rng.choices("abcdefghij", k=6)) for _ in range(10))
-
-
-# Refusals
 
 
 REFUSED = table(
@@ -259,9 +245,7 @@ def test_what_rules_out_the_targets_own_prompts_is_named(folder: Path, tmp_path:
     assert not (recipe.prompts_dir / "train.jsonl").exists()
 
 
-def test_prompts_of_its_own_without_rensa_or_with_a_tokenizer_without_places_of_tokens_are_refused(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_prompts_without_rensa_or_places_of_tokens_are_refused(folder, tmp_path, monkeypatch):
     slow = ByT5Tokenizer(chat_template=build_letters().chat_template)
     said = "data.prompts: self given | tokenizer is written in Python | name a file"
     assert_raises(lambda: UserTemplate(ChatTemplate(slow), data_section()), said)

@@ -52,9 +52,7 @@ def stack() -> Iterator[ExitStack]:
         yield found
 
 
-def test_three_servers_of_which_one_dies_write_the_texts_of_one(
-    harvested: Path, tmp_path: Path, stack: ExitStack, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_three_servers_of_which_one_dies_write_the_texts_of_one(harvested, tmp_path, stack, capsys):
     alone, _ = stack.enter_context(serving(Sampler))
     wanted = tiny_recipe(harvested, f"run_dir={tmp_path / 'one'}", f"data.server={alone}", "data.online=[auto]")
     harvest(wanted)
@@ -93,9 +91,7 @@ def test_a_request_goes_to_the_server_with_the_fewest_in_flight(stack: ExitStack
     assert (len(slow.seen), len(fast.seen)) == (2, 10)
 
 
-def test_when_all_servers_are_gone_each_is_named_and_finished_responses_are_kept(
-    harvested: Path, tmp_path: Path, stack: ExitStack
-) -> None:
+def test_when_all_servers_are_gone_each_is_named_and_finished_responses_are_kept(harvested, tmp_path, stack):
     two = [stack.enter_context(serving(Sampler, dies_after=3)) for _ in range(2)]
     run = f"run_dir={tmp_path}", "data.online=[auto]", "data.generate_batch=1"
     recipe = tiny_recipe(harvested, f"data.server=[{', '.join(url for url, _ in two)}]", *run)
@@ -113,20 +109,13 @@ def test_a_server_of_another_model_is_refused_by_name(stack: ExitStack) -> None:
         CompletionClient([right, wrong])
 
 
-# Hidden states from vLLM
-
 TAPS, LAYERS = (1, 2, 3), 4
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor] | None]
-Start = Callable[..., str]
-Making = Callable[..., Recipe]
 
 
 class Writer(Server):
-    """Writes the states of each prompt into a file, after its answer; its lock is held until then.
-
-    `layers` are the hidden states that it writes, LAYERS + 1 for the last one after the final norm; `change` changes
-    the file.
-    """
+    """Writes the states of each prompt, hidden states `layers`, into a file, after its answer; its lock is held until
+    then. LAYERS + 1 stands for the last state after the final norm."""
 
     target: TargetModel
     folder: Path
@@ -183,9 +172,7 @@ def with_states(harvested: Path, tmp_path: Path) -> Callable[..., Recipe]:
     return recipe
 
 
-def test_states_of_vllm_are_those_of_the_target_and_its_files_are_removed(
-    harvested: Path, tmp_path: Path, start: Start, with_states: Making, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_states_of_vllm_are_the_targets_and_its_files_are_removed(harvested, tmp_path, start, with_states, capsys):
     """Also if a server ends between two texts. Features of the target itself do not continue as vLLM's."""
     own = tiny_recipe(harvested, f"run_dir={tmp_path / 'own'}", f"data.server={start()}")
     harvest(own)
@@ -205,9 +192,7 @@ def test_states_of_vllm_are_those_of_the_target_and_its_files_are_removed(
     assert not list((tmp_path / "written").iterdir())
 
 
-def test_without_a_server_the_command_that_starts_one_is_printed(
-    harvested: Path, tmp_path: Path, with_states: Callable[..., Recipe]
-) -> None:
+def test_without_a_server_the_command_that_starts_one_is_printed(harvested, tmp_path, with_states):
     none = tiny_recipe(harvested, f"run_dir={tmp_path}", "data.states=vllm")
     for recipe in (none, with_states("http://127.0.0.1:9")):
         with pytest.raises(ValueError, match=r"data\.server") as error:
@@ -241,9 +226,7 @@ def reversing(name: str) -> Change:
         ({"more": Server.more}, ("did not write hidden states", "is started by\n  vllm serve")),
     ],
 )
-def test_a_server_with_other_states_is_named_before_anything_is_written(
-    tmp_path: Path, start: Start, with_states: Making, fields: dict[str, Any], parts: tuple[str, ...]
-) -> None:
+def test_a_server_with_other_states_is_named_before_anything_is_written(tmp_path, start, with_states, fields, parts):
     """The right server beside it is not asked for a text either."""
     recipe, wrong = with_states(start(), url := start(**fields)), url
     with pytest.raises(ValueError, match=rf"^data\.states: {wrong} ") as error:
@@ -254,9 +237,7 @@ def test_a_server_with_other_states_is_named_before_anything_is_written(
     assert not list((tmp_path / "written").iterdir())
 
 
-def test_of_a_target_too_large_to_load_the_last_state_is_checked(
-    start: Start, with_states: Making, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_a_target_too_large_to_load_the_last_state_is_checked(start, with_states, monkeypatch, capsys):
     monkeypatch.setattr(vllm_states, "free_memory", lambda device: 0)
     for last, cause in ((5, "it is after the final norm: training needs the last state before"), (2, "another state")):
         wrong = start(layers=(*TAPS, last))
@@ -268,9 +249,7 @@ def test_of_a_target_too_large_to_load_the_last_state_is_checked(
     assert len(FeatureStore(recipe.features_dir, "train")) == 12
 
 
-def test_states_that_are_not_finite_are_refused_in_the_middle_and_whole_shards_are_kept(
-    start: Start, with_states: Making
-) -> None:
+def test_states_that_are_not_finite_are_refused_in_the_middle_and_whole_shards_are_kept(start, with_states):
     texts: list[int] = []
 
     def broken_late(content: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -7,7 +7,9 @@ import shlex
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,18 +25,10 @@ from torch import Tensor
 
 from headstart.common.files import write_jsonl
 from headstart.data_pipelines import harvest_stages
+from headstart.data_pipelines.features import shard_files
 from headstart.data_pipelines.features.batches import Sample
-from headstart.data_pipelines.features.features import GPU_PASS, States, write_features
+from headstart.data_pipelines.features.features import GPU_PASS, BackgroundThread, States, write_features
 from headstart.data_pipelines.features.sample_stores import ReadAhead
-from headstart.data_pipelines.features.shard_files import (
-    ShardFile,
-    bytes_per_token,
-    decode,
-    encode,
-    open_shard,
-    stored_states,
-    stored_tokens,
-)
 from headstart.data_pipelines.features.shards import FeatureStore, read_manifest, write_manifest
 from headstart.data_pipelines.features.store import merge, refuse_damage, verify
 from headstart.data_pipelines.harvest import harvest
@@ -61,38 +55,36 @@ def test_a_token_takes_the_space_of_its_states(tmp_path: Path, storage: str, siz
     samples = [sample_of(400, 128, 3) for _ in range(8)]
     write_shard(tmp_path / "shard", samples, (1, 5, 9), "x", storage)
     plain = (3 + 1) * 128 * size + 4 + 1
-    assert (tmp_path / "shard").stat().st_size / 3200 == pytest.approx(plain, rel=0.02)
-    assert bytes_per_token(128, 3, storage) == pytest.approx((tmp_path / "shard").stat().st_size / 3200, rel=0.01)
+    found = (tmp_path / "shard").stat().st_size / 3200
+    assert found == pytest.approx(plain, rel=0.02)
+    assert shard_files.bytes_per_token(128, 3, storage) == pytest.approx(found, rel=0.01)
 
 
 @pytest.mark.parametrize(
     ("storage", "error", "smallest"),
     [("float32", 0, 0), ("bfloat16", 2**-8, 0), ("float8", 2**-4, 2**-12), ("int8", 2**-8, 1 / 254)],
 )
-def test_stored_numbers_have_the_precision_of_their_format(
-    tmp_path: Path, storage: str, error: float, smallest: float
-) -> None:
+def test_stored_numbers_have_the_precision_of_their_format(tmp_path, storage, error, smallest):
     """Errors are at most `error` of a number, or `smallest` of the largest of its row: half a step in int8."""
     states = torch.randn(50, 64) * torch.logspace(-4, 4, 50)[:, None]
     states[27] = 0
-    save_file(encode("x", states, storage), tmp_path / "file")
-    decoded, states = decode(safe_open(tmp_path / "file", "pt"), "x", 10, 40).float(), states[10:40]
+    save_file(shard_files.encode("x", states, storage), tmp_path / "file")
+    decoded, states = shard_files.decode(safe_open(tmp_path / "file", "pt"), "x", 10, 40).float(), states[10:40]
     allowed = torch.maximum(error * states.abs(), smallest * states.abs().amax(1, keepdim=True)) * 1.01
     assert ((decoded - states).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8"])
-def test_samples_written_in_any_order_give_the_file_that_safetensors_writes_of_all(
-    tmp_path: Path, storage: str
-) -> None:
+def test_samples_written_in_any_order_give_the_file_that_safetensors_writes_of_all(tmp_path, storage):
     """Two batches of samples, [2, 0] and [1], after the half of a shard that a killed run left."""
     (tmp_path / "shard.partial").write_bytes(b"half a shard" * 1000)
     samples, taps = [sample_of(length, 16, 2) for length in (5, 3, 9)], (1, 10)
-    file = ShardFile(tmp_path / "shard", [5, 3, 9], "x")
+    file = shard_files.ShardFile(tmp_path / "shard", [5, 3, 9], "x")
 
     def stored(numbers: list[int]) -> dict[str, Tensor]:
         whole = [torch.cat(each) for each in zip(*(vars(samples[n]).values() for n in numbers), strict=True)]
-        return stored_tokens(whole[0], whole[1]) | stored_states(taps, whole[2], whole[3], storage)
+        states = shard_files.stored_states(taps, whole[2], whole[3], storage)
+        return shard_files.stored_tokens(whole[0], whole[1]) | states
 
     for numbers in ([2, 0], [1]):
         file.put(numbers, stored(numbers))
@@ -104,9 +96,7 @@ def test_samples_written_in_any_order_give_the_file_that_safetensors_writes_of_a
 
 
 @pytest.mark.parametrize("checked_first", [True, False])
-def test_states_too_large_for_the_format_stop_the_harvest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked_first: bool
-) -> None:
+def test_states_too_large_for_the_format_stop_the_harvest(tmp_path, monkeypatch, checked_first):
     build_run(tmp_path)
     edit_tensors(tmp_path / "target", lambda tensors: tensors["model.embed_tokens.weight"].mul_(1e6))
     if not checked_first:  # as if only later texts had such states
@@ -119,12 +109,8 @@ def test_states_too_large_for_the_format_stop_the_harvest(
     assert not list(recipe.features_dir.glob("*.safetensors"))
 
 
-# The commands
-
-
 @pytest.fixture
 def folder(harvested: Path, tmp_path: Path) -> Path:
-    """A copy of the features."""
     return shutil.copytree(harvested / "run/features", tmp_path / "features")
 
 
@@ -140,22 +126,8 @@ def test_numbers_in_a_store_that_are_not_finite_are_found(folder: Path, tmp_path
             refuses(folder)
 
 
-def test_a_flipped_bit_anywhere_in_a_shard_is_found_and_named(folder: Path) -> None:
-    assert not verify(folder)
-    path = folder / "train-00001.safetensors"
-    sound = path.read_bytes()
-    for place in (0.0, 0.3, 0.7, 1.0):
-        damaged = bytearray(sound)
-        damaged[int(place * (len(sound) - 1))] ^= 16
-        path.write_bytes(damaged)
-        [problem] = verify(folder).values()
-        assert "train-00001.safetensors is not what the harvest wrote" in problem
-
-
 @pytest.mark.parametrize(("name", "damage"), [("train-00001", "flip"), ("train-00002", "lose"), ("manifest", "tear")])
-def test_the_remedy_for_a_damaged_store_makes_the_same_store(
-    harvested: Path, tmp_path: Path, name: str, damage: str
-) -> None:
+def test_the_remedy_for_a_damaged_store_makes_the_same_store(harvested, tmp_path, name, damage):
     shutil.copytree(harvested / "run", tmp_path / "run")
     recipe, folder = tiny_recipe(harvested, f"run_dir={tmp_path / 'run'}"), tmp_path / "run" / "features"
     path = folder / (f"{name}.json" if damage == "tear" else f"{name}.safetensors")
@@ -172,10 +144,10 @@ def test_the_remedy_for_a_damaged_store_makes_the_same_store(
     assert contents(tmp_path / "run") == contents(harvested / "run")
 
 
-def test_a_merged_store_holds_all_samples_and_serves_a_recipe(harvested: Path, tmp_path: Path) -> None:
+def test_a_merged_store_holds_all_samples_once_and_serves_a_recipe(harvested, folder, tmp_path):
     other = tiny_recipe(harvested, f"run_dir={tmp_path / 'other'}", "seed=9", "data.num_prompts=4")
     sources = [harvested / "run" / "features", harvest(other).folder]
-    merge(tmp_path / "merged", sources)
+    merge(tmp_path / "merged", [sources[0], folder, sources[1]])
     assert not verify(tmp_path / "merged")
     recipe = tiny_recipe(harvested, f"data.store={tmp_path / 'merged'}")
     assert harvest(recipe).folder == tmp_path / "merged"
@@ -185,27 +157,11 @@ def test_a_merged_store_holds_all_samples_and_serves_a_recipe(harvested: Path, t
     for number, sample in enumerate(wanted):
         for name, tensor in vars(sample).items():
             assert vars(merged[number])[name].equal(tensor)
+    origins = [(about["mask_rule"], about["written_by"]) for about in merged.about["merged_from"]]
+    assert origins == [("response", "plain decoding")] * 3
 
 
-def test_a_shared_shard_is_merged_once_and_its_origin_is_kept(harvested: Path, folder: Path, tmp_path: Path) -> None:
-    merge(tmp_path / "merged", [harvested / "run/features", folder])
-    found = read_manifest(tmp_path / "merged")
-    assert sorted(map(str, found["shards"])) == sorted(map(str, read_manifest(folder)["shards"]))
-    origins = [(about["mask_rule"], about["written_by"]) for about in found["merged_from"]]
-    assert origins == [("response", "plain decoding")] * 2
-
-
-# Order and reading
-
-
-def test_the_order_depends_on_seed_and_step_alone() -> None:
-    first, again, other = (SampleOrder([4, 4, 2], seed=seed) for seed in (1, 1, 2))
-    steps = [first.of_step(step, 3) for step in range(12)]
-    assert [again.of_step(step, 3) for step in (11, 0, 5)] == [steps[11], steps[0], steps[5]]
-    assert [other.of_step(step, 3) for step in range(12)] != steps
-
-
-def test_an_epoch_reads_a_few_shards_at_a_time_and_every_sample_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_depends_on_seed_and_step_alone_and_an_epoch_reads_a_few_shards_at_a_time(monkeypatch):
     """So a cache of some shards is enough. An order of all samples at random needed every shard at any time."""
     whole = SampleOrder([4] * 9, seed=1).of_step(0, 36)
     monkeypatch.setattr("headstart.trainers.loop.WINDOW", 36)
@@ -218,6 +174,9 @@ def test_an_epoch_reads_a_few_shards_at_a_time_and_every_sample_once(monkeypatch
         windows = [{number // 4 for number in numbers[start : start + 12]} for start in (0, 12, 24)]
         assert [len(shards) for shards in windows] == [3, 3, 3]
     assert order.of_step(0, 36) != order.of_step(1, 36)
+    again, other = SampleOrder([4] * 9, seed=1), SampleOrder([4] * 9, seed=2)
+    assert [again.of_step(step, 3) for step in (25, 0, 5)] == [order.of_step(step, 3) for step in (25, 0, 5)]
+    assert other.of_step(0, 36) != order.of_step(0, 36)
 
 
 def change_a_state(path: Path) -> None:
@@ -246,9 +205,7 @@ def checksums(monkeypatch: pytest.MonkeyPatch) -> Checksums:
     return waiting
 
 
-def test_the_first_sample_of_a_shard_does_not_wait_for_the_checksum_of_the_whole(
-    folder: Path, checksums: Checksums
-) -> None:
+def test_the_first_sample_of_a_shard_does_not_wait_for_the_checksum_of_the_whole(folder, checksums):
     """Each shard was read whole for its first sample: 2 TB in the first steps of a large run. Damage is still found."""
     checksums.allowed.set()
     sound = FeatureStore(folder, "train")
@@ -287,18 +244,16 @@ class Counted:
 
 
 @pytest.mark.parametrize("storage", ["bfloat16", "int8"])
-def test_the_first_sample_of_a_shard_costs_its_own_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checksums: Checksums, storage: str
-) -> None:
+def test_the_first_sample_of_a_shard_costs_its_own_bytes(tmp_path, monkeypatch, checksums, storage):
     """And eight bytes for each sample of the shard, the offsets; it used to cost the whole shard."""
     samples = [sample_of(length, 64, 3) for length in (90, 7, 300, 45)]
     write_shard(tmp_path / "train-00000.safetensors", samples, (1, 5, 9), "x", storage)
     write_manifest(tmp_path, ["train-00000.safetensors"], {"taps": [1, 5, 9]})
-    opened = Counted(open_shard(tmp_path / "train-00000.safetensors"))
+    opened = Counted(shard_files.open_shard(tmp_path / "train-00000.safetensors"))
     monkeypatch.setattr("headstart.data_pipelines.features.shards.open_shard", lambda path: opened)
     store = FeatureStore(tmp_path, "train", checks_later=True)
     assert store[1].tokens.equal(samples[1].tokens)
-    assert opened.num_bytes == 7 * bytes_per_token(64, 3, storage) + 8 * 5
+    assert opened.num_bytes == 7 * shard_files.bytes_per_token(64, 3, storage) + 8 * 5
     checksums.allowed.set()
     store.finish_checks()
     store.close()
@@ -310,9 +265,7 @@ def tensor_bytes() -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
 
 
-def test_a_harvest_holds_a_few_batches_and_no_shard(
-    harvested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_harvest_holds_a_few_batches_and_no_shard(harvested, tmp_path, monkeypatch):
     """At most 8 GB at the sizes of the 8B recipe, where it held up to three shards of 17 GB.
 
     Here texts are a 64th as long and a 32nd as wide, in two shards of 32 batches, with the threads of a GPU.
@@ -336,7 +289,7 @@ def test_a_harvest_holds_a_few_batches_and_no_shard(
     with ShardProgress(work, PartialState(), "features") as meter:
         write_features(recipe, (2, 16, 29), tap_texts, torch.device("cuda"), work, identities, meter)
     shard_bytes = (recipe.features_dir / work[1].features_file).stat().st_size
-    batch_bytes = 8 * 2048 * bytes_per_token(4096, 3, "bfloat16")  # of the 8B recipe, 0.5 GB
+    batch_bytes = 8 * 2048 * shard_files.bytes_per_token(4096, 3, "bfloat16")  # of the 8B recipe, 0.5 GB
     scale = batch_bytes / (shard_bytes / 32)
     assert len(held) == 2
     assert max(held) * scale < 8e9
@@ -368,9 +321,7 @@ class Watched(FeatureStore):
 
 
 @pytest.mark.parametrize("limit", [None, 80])
-def test_reading_ahead_returns_the_same_batches_made_by_one_background_thread(
-    harvested: Path, limit: int | None
-) -> None:
+def test_reading_ahead_returns_the_same_batches_made_by_one_background_thread(harvested, limit):
     """[3, 1] is announced twice, as a step reads it; [7] was not announced."""
     store, watched = FeatureStore(harvested / "run" / "features", "train"), Watched(harvested / "run")
     ahead = ReadAhead(watched)
@@ -398,3 +349,41 @@ def test_at_most_two_batches_are_made_before_they_are_requested(harvested: Path)
         assert watched.read == [*range(min(number + 2, 5))]
         ahead.batch_of([number])
     ahead.close()
+
+
+def test_without_pending_tasks_the_caller_of_the_background_thread_does_the_work() -> None:
+    threads: list[int] = []
+    with BackgroundThread(max_pending=0) as background:
+        background.add(lambda: threads.append(threading.get_ident()))
+        assert threads == [threading.get_ident()]
+
+
+def test_all_tasks_are_done_in_order_when_the_block_ends() -> None:
+    done: list[int] = []
+
+    def work(number: int) -> None:
+        time.sleep(0.001)
+        done.append(number)
+
+    with BackgroundThread(max_pending=3) as background:
+        for number in range(10):
+            background.add(partial(work, number))
+    assert done == list(range(10))
+
+
+@pytest.mark.parametrize("more", [0, 1, 5])
+def test_an_error_is_raised_at_the_next_task_or_at_the_end(more: int) -> None:
+    done: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("the disk is full")
+
+    def add_all() -> None:
+        with BackgroundThread(max_pending=1) as background:
+            background.add(fail)
+            for number in range(more):
+                background.add(partial(done.append, number))
+
+    with pytest.raises(ValueError, match="the disk is full"):
+        add_all()
+    assert done == []

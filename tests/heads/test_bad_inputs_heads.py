@@ -14,6 +14,7 @@ import torch
 import yaml
 from bad_inputs import Typed, assert_raises, assert_refused, assert_told, table
 from exported import LIMITED, edit_config, edit_tensors
+from test_block_files import drop
 from tiny_run import build_target, build_tokenizer, recipe_values, write_prompts
 from torch import Tensor
 
@@ -67,7 +68,6 @@ def config(edit: Callable[[Config], object]) -> Edit:
 
 
 def own(**keys: Any) -> Edit:
-    """Change keys of our own section of config.json."""
     return config(lambda found: found["headstart"].update(keys))
 
 
@@ -107,13 +107,7 @@ def another_head(folder: Path) -> None:
     edit_tensors(folder, draw)
 
 
-def without(*keys: str) -> Edit:
-    """Remove keys of a block head's config.json, at the top level and in DFlash's section."""
-    return config(lambda found: [part.pop(key, None) for key in keys for part in (found, found["dflash_config"])])
-
-
 def everywhere(key: str, value: Any) -> Edit:
-    """Set a key of a block head's config.json wherever it is."""
     return config(lambda found: [part.update({key: value}) for part in (found, found["dflash_config"]) if key in part])
 
 
@@ -134,7 +128,7 @@ EDITS: dict[str, Edit] = {
     "empty map": put("d2t", lambda d2t: d2t[:0]),
     "map cut": put("d2t", lambda d2t: d2t[:3]),
     "ids backwards": put("token_map", lambda ids: ids.flip(0)),
-    "no convention": without("sample_from_anchor"),
+    "no convention": config(drop("sample_from_anchor")),
     "block_size 5": everywhere("block_size", 5),
     "mask 97": everywhere("mask_token_id", 97),
     "mask 50": everywhere("mask_token_id", 50),
@@ -276,9 +270,7 @@ told by convert: a vocabulary of another size | draft vocab 99 | CONVERT => draf
 
 
 @pytest.mark.parametrize("symptom", COMMANDS)
-def test_a_command_tells_what_is_wrong(
-    symptom: str, copied: Callable[..., Path], typed: Typed, place: Path, tmp_path: Path
-) -> None:
+def test_a_command_tells_what_is_wrong(symptom, copied, typed, place, tmp_path):
     [edit, line], facts = COMMANDS[symptom]
     (tmp_path / "questions.jsonl").write_text('{"text": "the target writes"}\n')
     for name in ("target", "medusa", "foreign"):

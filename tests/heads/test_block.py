@@ -5,24 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from test_heads import empty_slots
 from torch import Tensor
 from torch.testing import assert_close
 
 from headstart.heads import attention_kernels
-from headstart.heads.attention_kernels import (
-    CausalKernel,
-    flash_attention_takes,
-    per_document,
-    scored_backward,
-    scored_forward,
-)
-from headstart.heads.frozen import FrozenTarget
+from headstart.heads.attention_kernels import CausalKernel
 from headstart.heads.kinds import block_attention
 from headstart.heads.kinds.block import BlockHead, spread_taps
 from headstart.heads.kinds.block_attention import BlockCache, Blocks, Reach
 from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.core.cache import Slots
 from headstart.recipes.schema_heads import BlockSection
 
 SEQ = 13
@@ -42,13 +35,6 @@ all_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 def a_text(head: BlockHead, seq: int = SEQ) -> tuple[Tensor, Tensor]:
     taps = torch.randn(1, seq, len(head.taps) * head.target.hidden_size, dtype=head.embedding.dtype)
     return taps, torch.randint(head.target.vocab_size, (1, seq))
-
-
-def empty_slots(head: BlockHead, rows: int = 1) -> Slots:
-    """Slots full of NaN, so reading one that was never written shows up in the result."""
-    layers, kv_heads, head_dim = head.shape.cache_shape
-    shape = layers, 2, rows, kv_heads, SEQ + 10, head_dim
-    return Slots([torch.full(shape, float("nan"), dtype=head.embedding.dtype)], rows)
 
 
 def layer_masks(head: BlockHead, held: int) -> list[Tensor]:
@@ -75,7 +61,7 @@ def test_the_pass_of_training_is_that_of_drafting_with_a_cache(make_head: MakeHe
     at_once = head.text_states(head.project(taps), tokens, blocks)
     assert at_once.shape == (SEQ - 1, head.shape.levels, head.feature_size)
 
-    slots = empty_slots(head)
+    slots = empty_slots(head, SEQ + 10, 1)
     for start, end in ((0, 1), (1, 4), (4, 5), (5, 9), (9, SEQ - 1)):
         head.read(head.project(taps[:, start:end]), torch.arange(start, end), slots)
         slots.advance([end - start])
@@ -93,9 +79,9 @@ def plain_kernel() -> CausalKernel:
         return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
 
     def with_window(window: int | None) -> CausalKernel:
-        return per_document(
-            lambda query, key, value: scored_forward(query, key, value, banded(query, window)),
-            lambda grad_out, query, key, value, out, logsumexp: scored_backward(
+        return attention_kernels.per_document(
+            lambda query, key, value: attention_kernels.scored_forward(query, key, value, banded(query, window)),
+            lambda grad_out, query, key, value, out, logsumexp: attention_kernels.scored_backward(
                 grad_out, query, key, value, out, logsumexp, banded(query, window)
             ),
         )
@@ -165,7 +151,7 @@ def test_on_a_gpu_the_fused_attention_of_blocks_equals_the_portable_one(reach: R
     half = [query, key, value, *(draw(2, num_kv_heads, 300, 64) for _ in range(2))]
     exact, found = [each.detach().float().requires_grad_() for each in half], []
     upstream = torch.randn(query.shape, device="cuda")
-    assert [flash_attention_takes(states[0]) for states in (half, exact)] == [True, False]
+    assert [attention_kernels.flash_attention_takes(states[0]) for states in (half, exact)] == [True, False]
     for states in (half, exact):
         cache = BlockCache(blocks, (reach,))
         cache.append(0, *states[3:])
@@ -256,9 +242,7 @@ def test_the_logits_are_those_of_the_files_by_the_definition(make_head: MakeHead
 
 
 @pytest.mark.parametrize("fields", [{}, {"markov_rank": 0}, {"causal": True}], ids=str)
-def test_a_new_head_passes_the_block_through_and_depends_on_its_seed_alone(
-    frozen: FrozenTarget, fields: dict[str, Any]
-) -> None:
+def test_a_new_head_passes_the_block_through_and_depends_on_its_seed_alone(frozen, fields):
     section = BlockSection(kind="block", **fields)
     one, again, other = (new_head(section, frozen, DraftVocab.full(97), seed) for seed in (3, 3, 4))
     assert isinstance(one, BlockHead)

@@ -1,7 +1,6 @@
 """Laws of block heads' files: published ones are converted or refused by name, lint knows the traps of every engine."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +9,9 @@ from exported import EVERY_HEAD, LIMITED, edit_config, files_in_memory, read_con
 
 from headstart.heads.formats.lint import violations
 from headstart.heads.formats.published import import_head
-from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.block_attention import Reach
 from headstart.heads.kinds.checkpoint import load_head_for, save_head
 
-MakeHead = Callable[..., Any]
 Config = dict[str, Any]
 Edit = Callable[[Config], object]
 
@@ -60,9 +57,7 @@ def as_deepspec_writes_it(config: Config) -> None:
         ("dspark", as_deepspec_writes_it, "sample_from_anchor: missing, so true"),
     ],
 )
-def test_published_heads_keep_the_convention_of_their_authors(
-    make_head: MakeHead, frozen: FrozenTarget, kind: str, edit: Edit, said: str
-) -> None:
+def test_published_heads_keep_the_convention_of_their_authors(make_head, frozen, kind, edit, said):
     head = make_head(**EVERY_HEAD[kind])
     files = files_in_memory(head, "vllm")
     edit(files.config)
@@ -89,9 +84,7 @@ def test_published_heads_keep_the_convention_of_their_authors(
         ("vllm", top(output_multiplier=0.5), "output_multiplier 0.5: only 1 is allowed"),
     ],
 )
-def test_what_a_block_head_of_ours_cannot_do_is_refused_by_name(
-    make_head: MakeHead, frozen: FrozenTarget, layout: str, edit: Edit, part: str
-) -> None:
+def test_what_a_block_head_of_ours_cannot_do_is_refused_by_name(make_head, frozen, layout, edit, part):
     files = files_in_memory(make_head(**EVERY_HEAD["dspark"]), layout)
     del files.config["headstart"]
     edit(files.config)
@@ -99,9 +92,7 @@ def test_what_a_block_head_of_ours_cannot_do_is_refused_by_name(
         import_head(files, frozen)
 
 
-def test_a_head_that_asks_for_another_computation_is_not_loaded(
-    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path
-) -> None:
+def test_a_head_that_asks_for_another_computation_is_not_loaded(make_head, frozen, tmp_path):
     save_head(make_head(**EVERY_HEAD["dflash"]), tmp_path / "head")
     edit_config(tmp_path / "head", top(selector_rank=256, output_multiplier=0.5))
     with pytest.raises(ValueError, match=r"selector_rank 256: only 0 is allowed; output_multiplier 0\.5: only 1"):
@@ -138,9 +129,7 @@ CAUSAL_WHOLE, CAUSAL_WINDOW = Reach(causal=True), Reach(window=3, causal=True)
         ((CAUSAL_WHOLE,), "vllm", top(is_causal=None), {"sglang"}),
     ],
 )
-def test_every_engine_makes_the_layers_causal_that_were_trained_so(
-    make_head: MakeHead, frozen: FrozenTarget, reaches: tuple[Reach, ...], name: str, edit: Edit, engines: set[str]
-) -> None:
+def test_every_engine_makes_the_layers_causal_that_were_trained_so(make_head, frozen, reaches, name, edit, engines):
     """`is_causal` rules all layers in vLLM and SGLang; `sliding_window_non_causal` too where vLLM reads speculators'
     layout."""
     files = files_in_memory(make_head("block", sample_from_anchor=False, reaches=reaches), name)
@@ -150,9 +139,7 @@ def test_every_engine_makes_the_layers_causal_that_were_trained_so(
     assert {each.engine for each in found if CAUSAL in each.text} == engines, list(map(str, found))
 
 
-def test_an_export_names_taps_slots_and_mask_in_each_engines_own_counting(
-    make_head: MakeHead, export_as: Callable[..., Path]
-) -> None:
+def test_an_export_names_taps_slots_and_mask_in_each_engines_own_counting(make_head, export_as):
     head = make_head(**EVERY_HEAD["dspark limited"])
     flat = read_config(folder := export_as(head, "vllm"))
     assert flat["target_layer_ids"] == flat["dflash_config"]["target_layer_ids"] == [1, 2, 3]

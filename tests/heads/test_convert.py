@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from exported import EVERY_HEAD, LIMITED, exported, files_in_memory, logits, read_config, read_tensors, same_bits
 from safetensors.torch import save_file
 
-from headstart.heads.base import DraftHead
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats.convert import convert
 from headstart.heads.formats.published import import_head
@@ -25,7 +23,6 @@ Edit = Callable[[dict[str, Any]], object]
 
 
 def published(head: Any, name: str) -> HeadFiles:
-    """Its files in this format without our own section."""
     files = files_in_memory(head, name)
     del files.config["headstart"]
     return files
@@ -40,33 +37,20 @@ def medusa_authors_names(tensors: dict[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-ROUND_TRIPS = [
-    ("eagle3", ("native", "vllm", "speculators")),
-    ("limited", ("native", "vllm", "speculators")),
-    ("3.1", ("vllm", "speculators")),
-    ("taps", ("vllm", "speculators")),
-    ("five taps", ("vllm", "speculators")),
-    ("narrow", ("vllm",)),
-    ("norm before fc", ("vllm", "speculators")),
-    ("peagle", ("native", "vllm")),
-    ("peagle limited", ("vllm",)),
-    ("eagle1", ("native", "vllm")),
-    ("dspark", ("native", "vllm", "speculators")),
-    ("dspark limited", ("native", "vllm", "speculators")),
-    ("dflash", ("native", "vllm", "speculators")),
-    ("jetspec", ("native", "vllm")),
-    ("medusa", ("native", "vllm")),
-    ("medusa layers", ("native", "vllm")),
-    ("medusa limited", ("native",)),
-]
+ROUND_TRIPS = {  # formats -> heads
+    ("native", "vllm", "speculators"): ["eagle3", "limited", "dspark", "dspark limited", "dflash"],
+    ("vllm", "speculators"): ["3.1", "taps", "five taps", "norm before fc"],
+    ("native", "vllm"): ["peagle", "eagle1", "jetspec", "medusa", "medusa layers"],
+    ("vllm",): ["narrow", "peagle limited"],
+    ("native",): ["medusa limited"],
+}
+PAIRS = [(kind, name) for names, kinds in ROUND_TRIPS.items() for kind in kinds for name in names]
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("ours", [True, False], ids=["our head", "published head"])
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in ROUND_TRIPS for name in names])
-def test_a_head_comes_back_from_every_format_bit_for_bit(
-    make_head: MakeHead, frozen: FrozenTarget, kind: str, name: str, ours: bool
-) -> None:
+@pytest.mark.parametrize(("kind", "name"), PAIRS)
+def test_a_head_comes_back_from_every_format_bit_for_bit(make_head, frozen, kind, name, ours):
     head = make_head(**EVERY_HEAD[kind])
     files = files_in_memory(head, name) if ours else published(head, name)
     back, _ = import_head(files, frozen)
@@ -75,9 +59,7 @@ def test_a_head_comes_back_from_every_format_bit_for_bit(
     assert same_bits(files_in_memory(back, name).tensors, files_in_memory(head, name).tensors)
 
 
-def test_a_head_trained_with_another_rotary_base_keeps_it(
-    make_head: MakeHead, make_model: Callable[..., Any], frozen: FrozenTarget, tmp_path: Path
-) -> None:
+def test_a_head_trained_with_another_rotary_base_keeps_it(make_head, make_model, frozen, tmp_path):
     """The EAGLE authors train with base 10000 for every target, and their files name neither base nor epsilon."""
     head, target = make_head(), tmp_path / "target"
     make_model(rope_parameters={"rope_type": "default", "rope_theta": 5e5}, rms_norm_eps=1e-5).save_pretrained(target)
@@ -108,9 +90,7 @@ def test_a_head_trained_with_another_rotary_base_keeps_it(
         ("eagle_config", "d2t", "d2t: from t2d"),
     ],
 )
-def test_what_a_published_head_leaves_out_is_inferred(
-    make_head: MakeHead, frozen: FrozenTarget, key: str, missing: str, said: str
-) -> None:
+def test_what_a_published_head_leaves_out_is_inferred(make_head, frozen, key, missing, said):
     head = make_head(taps=(1, 3, 6), vocab=LIMITED)
     files = published(head, "vllm")
     del files.config[key], files.tensors[missing]
@@ -119,9 +99,7 @@ def test_what_a_published_head_leaves_out_is_inferred(
     assert torch.equal(logits(back), logits(head))
 
 
-def test_a_speculators_head_with_its_norm_before_the_residual_is_converted(
-    make_head: MakeHead, frozen: FrozenTarget
-) -> None:
+def test_a_speculators_head_with_its_norm_before_the_residual_is_converted(make_head, frozen):
     head = make_head(norm_before_residual=True, vocab=LIMITED)
     files = published(head, "speculators")
     files.tensors["embed_tokens.weight"] = frozen.embedding
@@ -133,9 +111,7 @@ def test_a_speculators_head_with_its_norm_before_the_residual_is_converted(
     assert not torch.equal(logits(back), logits(make_head(vocab=LIMITED)))
 
 
-def test_prefixed_names_and_shards_are_read_and_a_broken_index_of_shards_is_named(
-    head: DraftHead, export_as: Callable[..., Path], target_folder: Path, tmp_path: Path
-) -> None:
+def test_prefixed_names_and_shards_are_read_and_a_broken_index_is_named(head, export_as, target_folder, tmp_path):
     folder = export_as(head, "vllm")
     tensors = {f"model.{name}" if name != "lm_head.weight" else name: t for name, t in read_tensors(folder).items()}
     (folder / "model.safetensors").unlink()
@@ -194,9 +170,7 @@ REFUSED: dict[str, tuple[str, Edit, Edit]] = {  # format, edits of config.json a
 
 
 @pytest.mark.parametrize(("symptom", "parts"), [*zip(REFUSED, NAMED.strip().splitlines(), strict=True)])
-def test_everything_wrong_with_a_head_is_named_at_once(
-    make_head: MakeHead, frozen: FrozenTarget, symptom: str, parts: str
-) -> None:
+def test_everything_wrong_with_a_head_is_named_at_once(make_head, frozen, symptom, parts):
     name, edit_config, edit_tensors = REFUSED[symptom]
     files = published(make_head("medusa" if name == "medusa" else "eagle3"), name.replace("medusa", "vllm"))
     edit_config(files.config)
@@ -206,9 +180,7 @@ def test_everything_wrong_with_a_head_is_named_at_once(
     assert not [part for part in parts.split(" | ") if part not in str(error.value)], str(error.value)
 
 
-def test_published_medusa_heads_are_converted_even_if_their_config_is_wrong(
-    make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path
-) -> None:
+def test_published_medusa_heads_are_converted_even_if_their_config_is_wrong(make_head, target_folder, frozen, tmp_path):
     """Their config.json says little, and may name another number of heads than the file holds."""
     head = make_head("medusa", num_layers=2)
     published = tmp_path / "published"
@@ -240,9 +212,7 @@ class Danger:
 
 
 @pytest.mark.parametrize("content", [{"fc.weight": Danger()}, [1, 2], {"fc.weight": 3}], ids=["code", "list", "number"])
-def test_a_pickle_of_more_than_tensors_is_refused_and_never_executed(
-    target_folder: Path, tmp_path: Path, content: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pickle_of_more_than_tensors_is_refused_and_never_executed(target_folder, tmp_path, content, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     torch.save(content, tmp_path / "medusa_lm_head.pt", pickle_module=pickle)

@@ -23,7 +23,6 @@ from exported import (
 )
 from seeing_target import build_seeing_target
 from tiny_run import contents
-from transformers import LlamaForCausalLM
 
 from headstart.common.files import write_jsonl
 from headstart.heads.base import DraftHead
@@ -40,7 +39,6 @@ from headstart.recipes.schema_heads import Eagle3Section
 from headstart.trainers import run
 
 MakeHead = Callable[..., Any]
-ExportAs = Callable[..., Path]
 NOT_EAGLE3 = {"speculators": "EAGLE-3 of the target's width"}
 ONLY_VLLM = dict.fromkeys(("sglang", "tensorrt_llm", "gguf"), "only vllm can serve") | NOT_EAGLE3
 NO_BLOCK = dict.fromkeys(("tensorrt_llm", "gguf"), "only vllm, sglang can serve")
@@ -77,9 +75,7 @@ def converter(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     return pretended_converter(tmp_path_factory.mktemp("bin"), monkeypatch)
 
 
-def test_a_gguf_export_tells_the_converter_its_format_and_target_and_leaves_no_folder_without_it(
-    head: DraftHead, export_as: ExportAs, target_folder: Path, tmp_path: Path, converter: Path
-) -> None:
+def test_a_gguf_export_is_what_the_converter_writes_or_nothing(head, export_as, target_folder, tmp_path, converter):
     folder = export_as(head, "gguf", "whole", dtype="bfloat16")
     given = (folder / "head.gguf").read_text().split()
     assert given[1:5] == ["--target-model-dir", str(target_folder), "--outtype", "bf16"]
@@ -104,9 +100,7 @@ def test_every_format_serves_a_head_as_trained_or_is_refused(make_head: MakeHead
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_export_is_written_and_passes_lint_and_never_replaces_a_folder(
-    head: DraftHead, make_head: MakeHead, export_as: ExportAs, target_folder: Path, name: str
-) -> None:
+def test_every_export_passes_lint_and_never_replaces_a_folder(head, make_head, export_as, target_folder, name):
     folder = export_as(head, name)
     assert lint(folder, str(target_folder)) == []
     more = {"gguf": {"head.gguf", "custom_generate"}, "speculators": set()}.get(name, {"custom_generate"})
@@ -117,9 +111,7 @@ def test_every_export_is_written_and_passes_lint_and_never_replaces_a_folder(
     assert contents(folder) == before
 
 
-def test_one_export_serves_three_engines_and_loads_in_headstart(
-    make_head: MakeHead, export_as: ExportAs, target_folder: Path, frozen: FrozenTarget
-) -> None:
+def test_one_export_serves_three_engines_and_loads_in_headstart(make_head, export_as, target_folder, frozen):
     head = make_head(vocab=LIMITED, taps=(1, 3, 6))
     folder = export_as(head, "vllm")
     assert lint(folder, str(target_folder), ["vllm", "sglang", "tensorrt_llm"]) == []
@@ -131,9 +123,7 @@ def test_one_export_serves_three_engines_and_loads_in_headstart(
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "limited", "eagle1"])
-def test_projections_in_float8_are_read_as_the_numbers_that_were_written(
-    make_head: MakeHead, export_as: ExportAs, target_folder: Path, frozen: FrozenTarget, kind: str
-) -> None:
+def test_projections_in_float8_are_read_as_they_were_written(make_head, export_as, target_folder, frozen, kind):
     head = make_head(**HEADS[kind])
     folder = export_as(head, "vllm", dtype="float8")
     stored, found = read_tensors(folder), load_head_for(folder, frozen).served_tensors()
@@ -154,9 +144,7 @@ def test_projections_in_float8_are_read_as_the_numbers_that_were_written(
 
 
 @pytest.mark.parametrize(("kind", "name"), [("eagle3", "sglang"), ("medusa", "vllm"), ("dspark", "vllm")])
-def test_float8_is_refused_where_no_engine_is_known_to_read_it(
-    make_head: MakeHead, export_as: ExportAs, tmp_path: Path, kind: str, name: str
-) -> None:
+def test_float8_is_refused_where_no_engine_is_known_to_read_it(make_head, export_as, tmp_path, kind, name):
     with pytest.raises(ValueError, match=f"export.dtype: 'float8' with export.format '{name}'"):
         export_as(make_head(**HEADS[kind]), name, dtype="float8")
     assert not [*tmp_path.glob("export/*")]
@@ -170,9 +158,7 @@ def test_float8_is_refused_where_no_engine_is_known_to_read_it(
         ({"kind": "medusa", "num_heads": 2}, '"method": "medusa" | "num_speculative_tokens": 2'),
     ],
 )
-def test_the_card_of_a_head_that_only_one_engine_can_serve_names_only_that_engine(
-    make_head: MakeHead, export_as: ExportAs, shape: dict[str, Any], facts: str
-) -> None:
+def test_the_card_of_a_head_that_only_one_engine_can_serve_names_only_that_engine(make_head, export_as, shape, facts):
     folder = export_as(make_head(**shape), "vllm")
     assert read_config(folder)["headstart"]["engines"] == ["vllm"]
     assert_message((folder / "README.md").read_text(), f"vllm serve | {facts}")
@@ -187,9 +173,7 @@ def test_the_card_told_of_the_recipe_at_export_and_not_of_the_training(make_reci
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_the_speculators_format_holds_a_copy_of_the_targets_embedding(
-    make_model: Callable[..., LlamaForCausalLM], make_head: MakeHead, tmp_path: Path, tied: bool
-) -> None:
+def test_the_speculators_format_holds_a_copy_of_the_targets_embedding(make_model, make_head, tmp_path, tied):
     model = make_model(tie_word_embeddings=tied)
     model.save_pretrained(tmp_path / "target", max_shard_size="20KB")
     folder = exported(make_head(vocab=LIMITED), tmp_path, tmp_path / "target", "speculators")
@@ -203,9 +187,7 @@ def test_the_speculators_format_holds_a_copy_of_the_targets_embedding(
     assert not any(name.startswith("midlayer") for name in tensors)
 
 
-def test_weights_keep_their_dtype_or_get_the_one_that_the_recipe_asks_for(
-    head: DraftHead, target_folder: Path, tmp_path: Path
-) -> None:
+def test_weights_keep_their_dtype_or_get_the_one_that_the_recipe_asks_for(head, target_folder, tmp_path):
     save_head(head, tmp_path / "as drawn")
     in_half = FrozenTarget.from_folder(target_folder, torch.bfloat16)
     save_head(load_head_for(tmp_path / "as drawn", in_half), tmp_path / "head")
@@ -216,9 +198,7 @@ def test_weights_keep_their_dtype_or_get_the_one_that_the_recipe_asks_for(
     assert {tensor.dtype for tensor in read_tensors(half).values()} == {torch.float16}
 
 
-def test_the_card_shows_what_training_logged_for_the_exported_weights(
-    head: DraftHead, export_as: ExportAs, target_folder: Path, tmp_path: Path
-) -> None:
+def test_the_card_shows_what_training_logged_for_the_exported_weights(head, export_as, target_folder, tmp_path):
     text = (export_as(head, "native") / "README.md").read_text()
     assert "Not measured." in text
     assert "held-out figures: none found" in text
@@ -262,9 +242,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_card_gives_the_command_of_each_engine(
-    head: DraftHead, target_folder: Path, tmp_path: Path, name: str
-) -> None:
+def test_the_card_gives_the_command_of_each_engine(head, target_folder, tmp_path, name):
     save_head(head, tmp_path / "head")
     values = recipe_of(tmp_path, target_folder, format=name).model_dump(mode="json")
     folder = export(Recipe.model_validate({**values, "target": values["target"] | {"revision": "v2"}}))
@@ -279,23 +257,8 @@ def test_the_card_gives_the_command_of_each_engine(
         assert "eagle3_layers_to_capture: [1, 2, 3]" in text
 
 
-def test_medusa_2_heads_are_not_exported_for_the_untuned_target(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path
-) -> None:
-    save_head(make_head("medusa"), tmp_path / "head")
-    shutil.copytree(target_folder, tmp_path / "target")
-    before = recipe_of(tmp_path, target_folder, "medusa").model_dump(mode="json") | {"joint": {"mode": "lora"}}
-    tuned = before | {"target": before["target"] | {"path": str(tmp_path / "target")}}
-    with pytest.raises(ValueError, match=f"give target.path={tmp_path}/target"):
-        export(Recipe.model_validate(before))
-    text = (export(Recipe.model_validate(tuned)) / "README.md").read_text()
-    assert "the target's layers were tuned together with the head (lora)" in text
-
-
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_weight_became_infinite_in_the_number_format_of_an_export(
-    name: str, make_head: MakeHead, export_as: ExportAs, tmp_path: Path
-) -> None:
+def test_a_weight_became_infinite_in_the_number_format_of_an_export(name, make_head, export_as, tmp_path):
     head = make_head()
     head.fc.weight.data[0, 0] = 1e5
     with pytest.raises(ValueError, match=r"fc\.weight holds NaN or infinity in float16"):
@@ -303,9 +266,7 @@ def test_a_weight_became_infinite_in_the_number_format_of_an_export(
     assert not (tmp_path / "export").exists()
 
 
-def test_a_card_for_a_gguf_target_named_the_file_as_base_model_and_to_engines(
-    head: DraftHead, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_card_for_a_gguf_file_named_it_as_base_model_and_to_engines(head, target_folder, tmp_path, monkeypatch):
     file = tmp_path / "model.gguf"
     file.touch()
     monkeypatch.setattr("headstart.heads.target_config.unpacked_folder", lambda given, field: target_folder)
@@ -319,9 +280,7 @@ def test_a_card_for_a_gguf_target_named_the_file_as_base_model_and_to_engines(
 
 
 @pytest.mark.parametrize(("kind", "shape"), [("eagle3", {"norm_before_fc": True}), ("peagle", {}), ("eagle1", {})])
-def test_only_heads_that_one_file_drafts_with_get_its_code(
-    head: DraftHead, make_head: MakeHead, export_as: ExportAs, kind: str, shape: dict[str, Any]
-) -> None:
+def test_only_heads_that_one_file_drafts_with_get_its_code(head, make_head, export_as, kind, shape):
     plain = export_as(head, "native", "plain")
     code = (plain / "custom_generate/generate.py").read_text()
     assert code == (Path(__file__).resolve().parents[2] / "examples/one_file.py").read_text()

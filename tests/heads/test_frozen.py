@@ -11,7 +11,6 @@ import torch
 from exported import edit_tensors
 from matrix import slow, slow_unless
 from safetensors.torch import save_file
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
@@ -35,19 +34,10 @@ def test_reading_the_ends_leaves_the_models_attention_as_it_is(make_model: MakeM
 
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 31,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.4,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-
+    "vocab_size": 31, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.4,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
 LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 PER_LAYER = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 31}  # Gemma 4's second norm, of one size
 ENDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -98,9 +88,7 @@ def with_random_norms(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(("tied", "shard_size"), [(False, "1GB"), (True, "20KB")], ids=["one file", "shards"])
-def test_the_frozen_tensors_give_the_targets_own_logits(
-    make_model: MakeModel, tmp_path: Path, tied: bool, shard_size: str
-) -> None:
+def test_the_frozen_tensors_give_the_targets_own_logits(make_model, tmp_path, tied, shard_size):
     model = make_model(num_hidden_layers=2, vocab_size=31, tie_word_embeddings=tied, rms_norm_eps=0.1)
     assert_logits_over_the_norm(with_random_norms(model), tmp_path, shard_size)
     assert (tmp_path / INDEX).is_file() == tied
@@ -154,9 +142,7 @@ def test_a_class_from_outside_transformers_has_the_usual_names(make_model: MakeM
     ],
     ids=["one scale", "a scale per row", "a scale per block"],
 )
-def test_a_quantised_lm_head_is_dequantised(
-    make_model: MakeModel, tmp_path: Path, blocks: tuple[int, int], dtype: torch.dtype, suffix: str
-) -> None:
+def test_a_quantised_lm_head_is_dequantised(make_model, tmp_path, blocks, dtype, suffix):
     make_model(vocab_size=31, num_hidden_layers=1).save_pretrained(tmp_path)
     stored, scale = (10 * torch.randn(31, 32)).to(dtype), torch.rand(blocks)
     edit_tensors(tmp_path, lambda found: found.update({"lm_head.weight": stored, f"lm_head.weight{suffix}": scale}))
@@ -179,9 +165,7 @@ HALVES = (torch.bfloat16, torch.float16)  # scales that are rounded, so the seco
 @pytest.mark.parametrize("shape", [(), (1,), (72,), (72, 1), (5, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
 @pytest.mark.parametrize("form", [torch.float32, *HALVES, torch.float8_e8m0fnu], ids=str)
-def test_quantising_again_keeps_the_form_and_most_of_the_value(
-    shape: tuple[int, ...], dtype: torch.dtype, form: torch.dtype
-) -> None:
+def test_quantising_again_keeps_the_form_and_most_of_the_value(shape, dtype, form):
     dense, stored, old = torch.randn(72, 40), torch.zeros(72, 40).to(dtype), (1 + torch.rand(shape)).to(form)
     dense[:16, :16] = 0
     weight, scale = requantised(dense, stored, old)
@@ -222,9 +206,7 @@ def test_a_weight_that_did_not_change_keeps_the_scales_of_another_tool(tmp_path:
     ],
     ids=["packed", "a zero point", "scales in bytes"],
 )
-def test_an_lm_head_quantised_in_another_way_is_refused_by_name(
-    make_model: MakeModel, tmp_path: Path, weight: Tensor, more: dict[str, Tensor]
-) -> None:
+def test_an_lm_head_quantised_in_another_way_is_refused_by_name(make_model, tmp_path, weight, more):
     make_model(num_hidden_layers=1).save_pretrained(tmp_path)
     stored = {f"lm_head.weight{suffix}": tensor for suffix, tensor in {"": weight, **more}.items()}
     edit_tensors(tmp_path, lambda found: found.update(stored))
@@ -275,9 +257,7 @@ def test_a_truncated_or_missing_file_is_refused_by_name(make_model: MakeModel, t
         FrozenTarget.from_folder(tmp_path, torch.float32)
 
 
-def test_the_config_read_from_files_equals_that_of_the_loaded_model(
-    deep_target: TargetModel, target_folder: Path
-) -> None:
+def test_the_config_read_from_files_equals_that_of_the_loaded_model(deep_target, target_folder):
     assert TargetConfig.from_folder(target_folder) == deep_target.config
     assert locate_target(str(target_folder)) == target_folder
 

@@ -1,5 +1,8 @@
-"""Laws of a head: its forward is the same for a whole text at once, for blocks of it and for its own draft tokens."""
+"""Laws of a head: its forward is the same for a whole text at once, for blocks of it and for its own draft tokens. Its
+first weights predict the target's next hidden state."""
 
+import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -8,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.testing import assert_close
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -16,12 +20,14 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.kinds.eagle1 import Eagle1Head
 from headstart.heads.kinds.eagle3 import Eagle3Head
+from headstart.heads.kinds.linear_start import RIDGE, LeastSquares
 from headstart.heads.layers import rotary_table
 from headstart.heads.target_config import Rope
 from headstart.heads.unroll_attention import UnrollCache
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import Slots
 from headstart.recipes.schema_heads import Eagle1Section, Eagle3Section
+from headstart.trainers import run
 
 BATCH, SEQ = 2, 11
 SHAPES: list[dict[str, Any]] = [
@@ -55,16 +61,11 @@ def random_tokens(head: DraftHead) -> Tensor:
     return torch.randint(head.target.vocab_size, (BATCH, SEQ))
 
 
-def empty_slots(head: DraftHead, capacity: int) -> Slots:
+def empty_slots(head: DraftHead, capacity: int, rows: int = BATCH) -> Slots:
     """Slots full of NaN, so reading one that was never written shows up in the result."""
     layers, kv_heads, head_dim = head.cache_shape or (1, 1, 1)  # a head without a cache ignores it
-    shape = layers, 2, BATCH, kv_heads, capacity, head_dim
-    return Slots([torch.full(shape, float("nan"), dtype=head.embedding.dtype)], rows=BATCH)
-
-
-def causal_mask(start: int, count: int) -> Tensor:
-    """An additive mask for a block of `count` tokens after `start` others. [count, start + count]"""
-    return torch.full((count, start + count), torch.finfo(torch.float64).min, dtype=torch.float64).triu(start + 1)
+    shape = layers, 2, rows, kv_heads, capacity, head_dim
+    return Slots([torch.full(shape, float("nan"), dtype=head.embedding.dtype)], rows)
 
 
 @all_shapes
@@ -78,15 +79,15 @@ def test_parallel_equals_incremental(make_head: MakeHead, shape: dict[str, Any])
     for count in (4, 1, 3, 2, 1):
         start = slots.lengths[0]
         block = slice(start, start + count)
-        mask = causal_mask(start, count)
+        mask = torch.full((count, start + count), -1e300, dtype=torch.float64).triu(start + 1)  # causal
         parts.append(head(features[:, block], tokens[:, block], positions[block], mask, slots))
         slots.advance([count] * BATCH)
 
     in_blocks = torch.cat(parts, dim=1)
-    torch.testing.assert_close(in_blocks, at_once, atol=1e-9, rtol=1e-9)
-    torch.testing.assert_close(head.logits(in_blocks), head.logits(at_once), atol=1e-9, rtol=1e-9)
+    assert_close(in_blocks, at_once, atol=1e-9, rtol=1e-9)
+    assert_close(head.logits(in_blocks), head.logits(at_once), atol=1e-9, rtol=1e-9)
     fed_back = [head.feedback(hidden, features) for hidden in (in_blocks, at_once)]
-    torch.testing.assert_close(*fed_back, atol=1e-9, rtol=1e-9)
+    assert_close(*fed_back, atol=1e-9, rtol=1e-9)
 
 
 @all_shapes
@@ -121,13 +122,11 @@ def test_an_unroll_equals_drafting_after_every_prefix(make_head: MakeHead, shape
                 features = head.feedback(hidden, features)
                 hidden = head(features, tokens[:, at], positions[at], cache=slots, level=k)
                 slots.advance([1] * BATCH)
-            torch.testing.assert_close(unrolled[k][:, t], hidden[:, 0], atol=1e-9, rtol=1e-9)
+            assert_close(unrolled[k][:, t], hidden[:, 0], atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("width", [24, 48])
-def test_a_head_of_another_width_starts_with_a_projection_of_the_targets_embedding(
-    frozen: FrozenTarget, width: int
-) -> None:
+def test_a_head_of_another_width_starts_with_a_projection_of_the_targets_embedding(frozen, width):
     """A random projection roughly preserves angles, so tokens that are similar to the target stay similar."""
     head = new_head(Eagle3Section(kind="eagle3", hidden_size=width), frozen, DraftVocab.full(97), seed=3)
     own = dict(head.named_parameters())["embed_tokens.weight"]
@@ -165,9 +164,7 @@ def test_logits_parameters_are_exactly_those_that_the_logits_depend_on(make_head
 
 
 @pytest.mark.parametrize("size", [None, 20])
-def test_a_new_head_reads_its_features_through_the_targets_norm_and_lm_head(
-    frozen: FrozenTarget, size: int | None
-) -> None:
+def test_a_new_head_reads_its_features_through_the_targets_norm_and_lm_head(frozen, size):
     """An untrained layer passes its features through, so the logits are the target's own for the projected taps."""
     vocab = DraftVocab.full(97) if size is None else DraftVocab.most_frequent(torch.randint(50, (97,)), size)
     head = new_head(Eagle3Section(kind="eagle3"), frozen, vocab, seed=3)
@@ -175,7 +172,7 @@ def test_a_new_head_reads_its_features_through_the_targets_norm_and_lm_head(
     taps, tokens = random_taps(head), random_tokens(head)
     features = head.project(taps)
     hidden = head(features, tokens, torch.arange(SEQ))
-    torch.testing.assert_close(head.logits(hidden), frozen.logits(features)[..., vocab.ids], atol=1e-4, rtol=1e-4)
+    assert_close(head.logits(hidden), frozen.logits(features)[..., vocab.ids], atol=1e-4, rtol=1e-4)
 
 
 OF = "original_max_position_embeddings"
@@ -198,7 +195,7 @@ def test_rotary_angles_are_the_targets_own(kind: str, scaling: dict[str, float])
     config = LlamaConfig(hidden_size=64, num_attention_heads=2, max_position_embeddings=256, rope_parameters=parameters)
     cosines, sines = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(256).unsqueeze(0))
     table = rotary_table(Rope(5000.0, kind, dict(scaling)), head_dim=32, max_positions=256)
-    torch.testing.assert_close(table, torch.cat([cosines[0], sines[0]], dim=-1), atol=1e-4, rtol=0)
+    assert_close(table, torch.cat([cosines[0], sines[0]], dim=-1), atol=1e-4, rtol=0)
 
 
 def test_a_scaled_rope_turns_every_dimension_whatever_share_the_target_turns_and_an_unknown_one_is_refused() -> None:
@@ -232,3 +229,46 @@ def test_the_most_frequent_tokens_are_kept_ties_go_to_the_smaller_id_and_impossi
 def test_offsets_that_give_no_vocabulary_are_refused(d2t: list[int]) -> None:
     with pytest.raises(ValueError, match=r"d2t gives ids .* ascending target ids below 97"):
         DraftVocab.from_offsets(torch.tensor(d2t), 97)
+
+
+def test_sums_over_batches_give_the_ridge_regression_of_all_pairs() -> None:
+    """At the optimum the gradient vanishes: X^T (X W - Y) + n ridge W = 0."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, outputs = (torch.randn(50, size, generator=generator) for size in (6, 4))
+    fit = LeastSquares()
+    for part in (slice(0, 20), slice(20, 50)):
+        fit.add(inputs[part], outputs[part])
+    weight = fit.solve().float()
+    gradient = inputs.T @ (inputs @ weight - outputs) + 50 * RIDGE * weight
+    assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-4)
+    assert math.isclose(fit.size(fit.solve()), float((inputs @ weight).square().mean().sqrt()), rel_tol=1e-4)
+
+
+def test_a_head_starts_as_the_fitted_map(frozen: FrozenTarget) -> None:
+    """With one token in sight attention is on it alone, so the normed state is exactly what the map predicts."""
+    config = frozen.config
+    num_heads = -(-config.hidden_size // config.head_dim)  # so many key heads that nothing is lost to a low rank
+    section = Eagle3Section(kind="eagle3", norms=True, num_heads=num_heads, num_kv_heads=num_heads)
+    head = new_head(section, frozen, DraftVocab.full(config.vocab_size), 0)
+    assert isinstance(head, Eagle3Head)
+    generator = torch.Generator().manual_seed(0)
+    taps = torch.randn(500, head.fc.in_features, generator=generator)
+    tokens = torch.randint(config.vocab_size, (500,), generator=generator)
+    with torch.no_grad():
+        inputs = head.linear_inputs(taps, tokens)
+        fit = LeastSquares()
+        fit.add(inputs, inputs @ torch.randn(inputs.shape[1], config.hidden_size, generator=generator))
+        head.start_with_fit(fit, generator)
+        hidden = head(head.project(taps).unsqueeze(1), tokens.unsqueeze(1), torch.zeros(500, 1, dtype=torch.long))
+        found = head.norm(hidden)[:, 0]
+    predicted = inputs @ fit.solve().float()
+    wanted = fit.size(fit.solve()) * predicted / predicted.square().mean(-1, keepdim=True).sqrt()
+    assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_the_first_loss_of_an_eagle_3_head_is_below_that_of_the_uniform_distribution(harvested, make_recipe):
+    recipe = make_recipe("run", "train.fitted_start=true", "train.steps=1", "train.warmup_steps=0")
+    run(recipe)
+    first = json.loads(recipe.metrics_path.read_text().splitlines()[0])
+    vocab_size = json.loads((harvested / "target" / "config.json").read_text())["vocab_size"]
+    assert first["train/loss_0"] < math.log(vocab_size)

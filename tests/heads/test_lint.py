@@ -3,15 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from exported import EVERY_HEAD, LIMITED, edit_config, files_in_memory
+from test_block_files import drop
 from torch import Tensor
 
-from headstart.heads.base import DraftHead
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats.convert import convert
 from headstart.heads.formats.kinds.eagle import EAGLE3
@@ -21,7 +20,6 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetOrigin
 
 MakeHead = Callable[..., Any]
-ExportAs = Callable[..., Path]
 Config = dict[str, Any]
 Tensors = dict[str, Tensor]
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -65,11 +63,6 @@ def without(*keys: str) -> Callable[[dict[str, Any]], object]:
 
 def tensor(name: str, value: Tensor) -> Callable[[Tensors], None]:
     return lambda tensors: tensors.update({name: value})
-
-
-def without_nested(*keys: str) -> Callable[[Config], object]:
-    """Remove keys of a block head's config.json, at the top level and in DFlash's section."""
-    return lambda config: [part.pop(key, None) for key in keys for part in (config, config["dflash_config"])]
 
 
 def of_method(**keys: Any) -> Callable[[Config], object]:
@@ -154,13 +147,13 @@ MISTAKES = [
     speculators("tensor t2d", engines="speculators", tensors=without("t2d")),
     speculators(IDS, config=put(**{IDS: [1, 2, 3]})),
     # Block heads
-    dspark("sample_from_anchor", config=without_nested("sample_from_anchor"), text="missing"),
-    dspark("block_size", config=without_nested("block_size"), text="without it SGLang takes 16, speculators 8"),
-    dspark("mask_token_id", config=without_nested("mask_token_id"), text="without the key SGLang takes the token"),
+    dspark("sample_from_anchor", config=drop("sample_from_anchor"), text="missing"),
+    dspark("block_size", config=drop("block_size"), text="without it SGLang takes 16, speculators 8"),
+    dspark("mask_token_id", config=drop("mask_token_id"), text="without the key SGLang takes the token"),
     dspark("mask_token_id", config=put(mask_token_id=50), text="a token outside the draft vocabulary"),
     dspark("block_size", config=put(block_size=5), text="5 found; 2 to the 4 slots that the head was trained with"),
     dspark("target_layer_ids", config=put(target_layer_ids=[2, 3, 4]), text="target_layer_ids: ["),
-    dspark("target_layer_ids", config=without_nested("target_layer_ids"), text="without the key vLLM takes"),
+    dspark("target_layer_ids", config=drop("target_layer_ids"), text="without the key vLLM takes"),
     dspark("layer_types", config=lambda c: c["layer_types"].append("full_attention"), text="3 given, 2 is allowed"),
     dspark("tensor mask_hidden", tensors=tensor("mask_hidden", torch.zeros(1, 1, 96)), text="filled with the embed"),
     dspark("tensor lm_head.weight", tensors=without("lm_head.weight"), text="needs both d2t and lm_head.weight"),
@@ -176,9 +169,7 @@ def test_nothing_is_found_in_a_head_without_a_mistake(make_head: MakeHead, froze
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=str)
-def test_each_planted_mistake_is_found_for_the_engines_it_concerns(
-    make_head: MakeHead, frozen: FrozenTarget, mistake: Mistake
-) -> None:
+def test_each_planted_mistake_is_found_for_the_engines_it_concerns(make_head, frozen, mistake):
     name, arguments = HEADS[mistake.head]
     files = files_in_memory(make_head(**arguments), name)
     mistake.config(files.config)
@@ -189,9 +180,7 @@ def test_each_planted_mistake_is_found_for_the_engines_it_concerns(
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_positions_by_rows_and_columns_give_a_warning_where_they_are_counted_by_index(
-    make_head: MakeHead, frozen: FrozenTarget, is_ours: bool
-) -> None:
+def test_positions_by_rows_and_columns_give_a_warning_where_they_are_counted_by_index(make_head, frozen, is_ours):
     files = files_in_memory(make_head(vocab=LIMITED, taps=(2, 3, 4)), "vllm")
     engines = engines_of(files)
     files.config.update(rope_parameters=BY_ROWS, rope_scaling=BY_ROWS)
@@ -205,9 +194,7 @@ def test_positions_by_rows_and_columns_give_a_warning_where_they_are_counted_by_
 
 
 @pytest.mark.parametrize("name", ["vllm", "speculators"])
-def test_mistakes_that_engines_ignore_are_found_in_published_heads(
-    make_head: MakeHead, frozen: FrozenTarget, name: str
-) -> None:
+def test_mistakes_that_engines_ignore_are_found_in_published_heads(make_head, frozen, name):
     """The files of such a head do not say which taps it was trained on, so wrong ones give a warning only."""
     ids = {IDS: [1, 2, 3], "eagle_config": {IDS: [0, 1, 2]}}
     mistakes: list[Callable[[Config, Tensors], object]] = [
@@ -228,9 +215,7 @@ def test_mistakes_that_engines_ignore_are_found_in_published_heads(
         assert wanted in {violation.severity for violation in lint_in_memory(files, frozen)}
 
 
-def test_a_published_head_is_checked_for_every_engine_that_reads_its_layout(
-    make_head: MakeHead, frozen: FrozenTarget
-) -> None:
+def test_a_published_head_is_checked_for_every_engine_that_reads_its_layout(make_head, frozen):
     """A published head may have been trained with a rotary base unlike its target's, so that is only a warning."""
     files = files_in_memory(make_head(norm_before_residual=True), "vllm")
     del files.config["headstart"]
@@ -246,18 +231,14 @@ def test_a_published_head_is_checked_for_every_engine_that_reads_its_layout(
 
 
 @pytest.mark.parametrize("command", [lint, lambda folder, target: convert(folder, folder / "back", target)])
-def test_keys_with_values_of_wrong_types_are_named_by_lint_and_by_convert(
-    head: DraftHead, export_as: ExportAs, target_folder: Path, command: Callable[[Path, str], object]
-) -> None:
+def test_keys_with_values_of_wrong_types_are_named_by_lint_and_by_convert(head, export_as, target_folder, command):
     folder = export_as(head, "vllm")
     edit_config(folder, put(hidden_size="32", architectures=7))
     with pytest.raises(ValueError, match=r"(?s)hidden_size: '32' given.*architectures: 7 given"):
         command(folder, str(target_folder))
 
 
-def test_lint_found_nothing_in_a_head_that_was_trained_for_other_weights(
-    make_head: MakeHead, make_model: Callable[..., Any], export_as: ExportAs, target_folder: Path, tmp_path: Path
-) -> None:
+def test_lint_found_nothing_in_a_head_for_other_weights(make_head, make_model, export_as, target_folder, tmp_path):
     head = make_head()
     head.origin = TargetOrigin.of(target_folder)
     folder = export_as(head, "vllm")
@@ -272,9 +253,7 @@ def test_lint_found_nothing_in_a_head_that_was_trained_for_other_weights(
     [("llama", set()), ("qwen3_next", set()), ("gemma2", {"vllm", "sglang"}), ("glm4_moe_lite", {"vllm"})],
     ids=lambda given: given if isinstance(given, str) else "",
 )
-def test_an_engine_that_refuses_the_family_of_the_target_is_named(
-    make_head: MakeHead, frozen: FrozenTarget, family: str, engines: set[str]
-) -> None:
+def test_an_engine_that_refuses_the_family_of_the_target_is_named(make_head, frozen, family, engines):
     """The engine would load the weights, and end when it asks the target for hidden states. EAGLE-1 needs none."""
     for_family, place = replace(frozen, config=replace(frozen.config, model_type=family)), "the target's model_type"
     for kind, expected in (("eagle3", engines), ("eagle1", set())):

@@ -52,9 +52,7 @@ def reader(deep_target: TargetModel) -> TargetModel:
 
 @pytest.mark.parametrize("rank", [None, 4])
 @pytest.mark.parametrize("size", [None, 30])
-def test_new_heads_give_the_targets_own_logits(
-    frozen: FrozenTarget, reader: TargetModel, size: int | None, rank: int | None
-) -> None:
+def test_new_heads_give_the_targets_own_logits(frozen, reader, size, rank):
     """Blocks of zeros are the identity, so each head computes the target's logits from its last hidden state."""
     vocab = DraftVocab.full(97) if size is None else DraftVocab(torch.arange(size) * 3, 97)
     section = MedusaSection(kind="medusa", medusa_heads=3, lm_head_rank=rank)
@@ -87,8 +85,6 @@ def guesses(head: MedusaHead, feature: Tensor, level: int) -> list[int]:
 
 
 class Recording(HeadDrafter):
-    """Records each tree with the text before it."""
-
     def __init__(self, head: LevelHead, growth: GrowthPolicy) -> None:
         super().__init__(head, growth)
         self.seen: list[tuple[list[int], Tree]] = []
@@ -136,9 +132,7 @@ def test_heads_change_no_text(reader: TargetModel, make_head: MakeHead, growth: 
 
 
 @pytest.mark.parametrize("kind", ["medusa", "block"])
-def test_a_depth_that_nobody_chose_is_no_deeper_than_the_head(
-    kind: str, make_head: MakeHead, target_folder: Path, tmp_path: Path
-) -> None:
+def test_a_depth_that_nobody_chose_is_no_deeper_than_the_head(kind, make_head, target_folder, tmp_path):
     head = make_head(kind, **({"block_size": 3} if kind == "block" else {}))
     assert head.max_levels == 3
     save_head(head, tmp_path / "head")
@@ -158,9 +152,6 @@ def test_a_recipe_without_a_depth_fits_any_number_of_heads(tmp_path: Path) -> No
     path = tmp_path / "recipe.yaml"
     path.write_text(path.read_text().replace("  depth: 2\n", "", 1))
     assert tiny_recipe(tmp_path, *TWO_HEADS).decode.depth > 2  # for two heads
-
-
-# The best tree
 
 
 def all_trees(levels: int, ranks: int, nodes: int) -> set[frozenset[tuple[int, ...]]]:
@@ -190,9 +181,7 @@ def test_the_searched_tree_is_the_best_of_all_trees(nodes: int) -> None:
         searched.best(99)
 
 
-def test_the_tally_counts_the_rank_of_the_targets_choice_given_a_correct_prefix(
-    reader: TargetModel, make_head: MakeHead
-) -> None:
+def test_the_tally_counts_the_rank_of_the_targets_choice_given_a_correct_prefix(reader, make_head):
     head = make_head("medusa", vocab=LIMITED)
     tally = Tally.empty(torch.ones(3, 1), MAX_RANKS)
     tally_texts(tally, reader, head, write_texts(reader, head, [Request(PROMPT, 20)], 3))
@@ -210,9 +199,7 @@ def test_the_tally_counts_the_rank_of_the_targets_choice_given_a_correct_prefix(
     assert torch.equal(tally.tried.float(), tried)
 
 
-def test_a_recipe_with_searched_growth_uses_the_tree_that_calibration_found(
-    reader: TargetModel, make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path
-) -> None:
+def test_searched_growth_uses_the_tree_that_calibration_found(reader, make_head, target_folder, frozen, tmp_path):
     head, section = make_head("medusa"), DecodeSection(growth="searched", depth=3, nodes=10)
     with pytest.raises(ValueError, match=r"fit one with headstart calibrate RECIPE"):
         growth_from_recipe(section, reader, head)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -215,9 +214,7 @@ def quantised(source: Path, folder: Path, dtype: torch.dtype, suffix: str) -> Pa
     ids=["fp8", "int8"],
     indirect=["tiny"],
 )
-def test_a_layer_stored_in_8_bits_was_refused_at_export(
-    tiny: tuple[Path, str], tmp_path: Path, dtype: torch.dtype, suffix: str
-) -> None:
+def test_a_layer_stored_in_8_bits_was_refused_at_export(tiny, tmp_path, dtype, suffix):
     """Its new weights get new scales. The head's own folder has dense weights, so no quantization_config."""
     folder = quantised(tiny[0], tmp_path / "target", dtype, suffix)
     head, before = head_of(folder), read_tensors(folder)
@@ -237,9 +234,7 @@ def test_a_layer_stored_in_8_bits_was_refused_at_export(
 
 
 @of("latent")
-def test_weights_that_transformers_cannot_convert_ended_with_runtime_error(
-    tiny: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_weights_that_transformers_cannot_convert_ended_with_runtime_error(tiny, tmp_path):
     """A matrix that is no multiple of its blocks, such as DeepSeek-V3's of 576 rows, on a CPU."""
     folder = quantised(tiny[0], tmp_path / "target", torch.float8_e4m3fn, "_scale_inv")
     name = "model.layers.0.self_attn.o_proj.weight_scale_inv"
@@ -274,9 +269,7 @@ def test_files_without_the_layer_become_links(tiny: tuple[Path, str], tmp_path: 
         (dict, ["sliding_attention"], "full attention, is allowed"),
     ],
 )
-def test_other_layers_are_refused(
-    tmp_path: Path, tiny: tuple[Path, str], edit: Callable[[Tensors], Tensors], types: list[str] | None, said: str
-) -> None:
+def test_other_layers_are_refused(tmp_path, tiny, edit, types, said):
     config = read_config(tiny[0]) | ({"mtp_layer_types": types} if types else {})
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(edit(read_tensors(tiny[0])), tmp_path / "model.safetensors", {"format": "pt"})

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,13 +54,7 @@ def in_training(
 
 
 def a_text(seq: int = SEQ) -> TrainingBatch:
-    return TrainingBatch(
-        tokens=torch.randint(97, (1, seq)),
-        loss_mask=torch.ones(1, seq, dtype=torch.bool),
-        taps=torch.randn(1, seq, 96),
-        last_hidden=torch.randn(1, seq, 32),
-        lengths=(seq,),
-    )
+    return TrainingBatch.collate([a_sample(seq, range(seq), seq)], torch.float32)
 
 
 def chain_at(anchor: int) -> tuple[Blocks, ...]:
@@ -92,9 +85,7 @@ def drafted(head: PEagleHead, text: TrainingBatch, anchor: int, reads: tuple[int
     "shape", [{}, {"num_layers": 3, "fc_norm": True}, {"num_layers": 1, "num_kv_heads": 4}], ids=str
 )
 @pytest.mark.parametrize("anchor", [1, 5, SEQ - DEPTHS])
-def test_the_pass_of_training_is_that_of_drafting(
-    make_head: MakeHead, frozen: FrozenTarget, shape: dict[str, Any], anchor: int
-) -> None:
+def test_the_pass_of_training_is_that_of_drafting(make_head, frozen, shape, anchor):
     """index      0  1  2 | 3  4        the last read of drafting holds the mask entries, too
     masks                      m  m  m  see all indices before them and the masks before them
     """
@@ -161,9 +152,7 @@ def test_the_draw_of_a_text_is_the_same_in_any_batch_and_in_packed_rows() -> Non
 
 
 @pytest.mark.parametrize(("vocab_size", "packed"), slow_unless(((60, 64),), itertools.product((97, 60), (None, 64))))
-def test_the_loss_is_the_sum_over_entries_of_one_chain_each(
-    make_head: MakeHead, frozen: FrozenTarget, packed: int | None, vocab_size: int
-) -> None:
+def test_the_loss_is_the_sum_over_entries_of_one_chain_each(make_head, frozen, packed, vocab_size):
     """Each depth's mean of soft cross-entropies, by its weight; entries whose choice cannot be drafted are left out."""
     vocab = DraftVocab.most_frequent(torch.arange(97) % 7, vocab_size)
     head = make_head("peagle", vocab=vocab).requires_grad_(True)
@@ -213,9 +202,7 @@ def test_a_batch_without_a_chain_has_no_loss_and_a_gradient_of_zero(make_head: M
 @pytest.mark.parametrize("start", [0, 8, 10], ids=["whole text", "three", "one"])
 @pytest.mark.parametrize("growth", [Dynamic.chain(4), Dynamic(3, 4, 9), Dynamic(1, 5, 5)], ids=["chain", "tree", "one"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=3), PENALTIES], ids=["greedy", "T 1", "penalties"])
-def test_a_tree_is_one_of_marginals(
-    target: TargetModel, make_head: MakeHead, start: int, growth: Dynamic, sampling: Sampling
-) -> None:
+def test_a_tree_is_one_of_marginals(target, make_head, start, growth, sampling):
     """It is the tree that unrolling the head level by level draws, and the path to a node does not matter."""
     head = make_head("peagle")
     drafter = head_drafter(head, growth)
@@ -245,9 +232,7 @@ def test_a_new_head_does_not_draft_its_mask_token(frozen: FrozenTarget) -> None:
     assert head.mask_entries(torch.tensor([7]), 2)[1].tolist() == [[4, 4]]
 
 
-def test_an_export_is_what_vllm_reads_with_the_switch_for_one_pass(
-    make_head: MakeHead, export_as: Callable[..., Path], target_folder: Path, frozen: FrozenTarget
-) -> None:
+def test_an_export_is_what_vllm_reads_with_the_switch_for_one_pass(make_head, export_as, target_folder, frozen):
     head = make_head(**EVERY_HEAD["peagle limited"])
     folder = export_as(head, "vllm")
     assert lint(folder, str(target_folder)) == []
@@ -278,9 +263,7 @@ def test_an_export_is_what_vllm_reads_with_the_switch_for_one_pass(
         (lambda config, tensors: tensors.update(mask_hidden=torch.ones(1, 96)), "mask_hidden"),
     ],
 )
-def test_lint_and_convert_name_what_is_wrong_with_a_head(
-    make_head: MakeHead, frozen: FrozenTarget, spoil: Callable[..., object], where: str
-) -> None:
+def test_lint_and_convert_name_what_is_wrong_with_a_head(make_head, frozen, spoil, where):
     files = files_in_memory(make_head("peagle"), "vllm")
     spoil(files.config, files.tensors)
     assert [each.where for each in violations(files, frozen, ["vllm"]) if where in each.where]

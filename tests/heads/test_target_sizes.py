@@ -20,12 +20,8 @@ ALWAYS = {"bloom", "falcon", "gemma4", "gpt_neo", "mpt", "nemotron_h", "qwen3_5_
 FAMILIES = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 # Models of bytes in patches and of robots, and a drafter whose default configuration transformers refuses.
 WITHOUT = {"blt", "pi0", "gemma4_assistant"}
-SAME = (
-    ("hidden_size", "hidden_size"),
-    ("num_layers", "num_hidden_layers"),
-    ("vocab_size", "vocab_size"),
-    ("max_positions", "max_position_embeddings"),
-)
+SAME = {"hidden_size": "hidden_size", "num_layers": "num_hidden_layers", "vocab_size": "vocab_size"}
+SAME |= {"max_positions": "max_position_embeddings"}
 OF_LAYERS = (("num_heads", "num_attention_heads"), ("num_kv_heads", "num_key_value_heads"), ("head_dim", "head_dim"))
 
 
@@ -39,7 +35,7 @@ def test_the_default_configuration_of_every_family_gives_its_sizes(family: str) 
     whole = CONFIG_MAPPING[family]()
     found, text = TargetConfig.from_dict(written(whole)), written(whole.get_text_config(decoder=True))
     plain = "kv_lora_rank" not in text
-    for ours, theirs in (*SAME, *(OF_LAYERS if plain else ())):
+    for ours, theirs in (*SAME.items(), *(OF_LAYERS if plain else ())):
         assert text.get(theirs) in (None, getattr(found, ours)), theirs
     sizes = (found.hidden_size, found.num_layers, found.num_heads, found.num_kv_heads, found.head_dim)
     assert all(type(size) is int and size > 0 for size in (*sizes, found.intermediate_size, found.max_positions))
@@ -66,9 +62,7 @@ def test_a_head_of_a_target_without_plain_attention_gets_plain_sizes(family: str
     ids=["no limit of positions", "mpt", "a decoder beside an encoder"],
 )
 @pytest.mark.parametrize("section", [(), ("text_config",), ("llm_config",), ("thinker_config", "text_config")], ids=str)
-def test_sizes_are_found_under_other_names(
-    config: dict[str, Any], wanted: tuple[int, ...], section: tuple[str, ...]
-) -> None:
+def test_sizes_are_found_under_other_names(config, wanted, section):
     for name in reversed(section):
         config = {"model_type": "wrapper", "hidden_size": 99, name: config}
     found = TargetConfig.from_dict(config)

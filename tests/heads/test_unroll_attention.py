@@ -52,23 +52,13 @@ def definition(query: Tensor, keys: list[Tensor], values: list[Tensor], document
     return torch.stack(outs).unflatten(0, (len(query), -1)).transpose(1, 2)
 
 
-@pytest.mark.parametrize(
-    ("steps", "num_kv_heads", "seq", "packed"),
-    [
-        (0, 4, 33, None),
-        (2, 4, 1, None),
-        (2, 4, 2, None),
-        (6, 1, 33, None),
-        (1, 2, 33, [[5, 1, 20, 7], [16, 2, 11]]),  # the rest of a row is padding
-        (3, 1, 33, [[5, 1, 20, 7], [16, 2, 11]]),
-        (0, 2, 33, [[33], [1, 32]]),
-        (2, 4, 33, [[33], [1, 32]]),
-    ],
-    ids=str,
-)
-def test_merged_equals_its_definition_in_value_and_every_gradient(
-    kernel: CausalKernel, steps: int, num_kv_heads: int, seq: int, packed: list[list[int]] | None
-) -> None:
+TEXTS = [[5, 1, 20, 7], [16, 2, 11]]  # packed; the rest of a row is padding
+CASES = [(0, 4, 33, None), (2, 4, 1, None), (2, 4, 2, None), (6, 1, 33, None)]
+PACKED = [(1, 2, 33, TEXTS), (3, 1, 33, TEXTS), (0, 2, 33, [[33], [1, 32]]), (2, 4, 33, [[33], [1, 32]])]
+
+
+@pytest.mark.parametrize(("steps", "num_kv_heads", "seq", "packed"), [*CASES, *PACKED], ids=str)
+def test_merged_equals_its_definition_in_value_and_every_gradient(kernel, steps, num_kv_heads, seq, packed):
     query, keys, values = random_blocks(steps, seq=seq, num_kv_heads=num_kv_heads)
     documents = None if packed is None else Documents.in_rows(packed)
     weight = torch.randn_like(query)
@@ -165,9 +155,7 @@ def test_the_fused_gpu_kernel_gets_arguments_that_match_its_schema(packed: bool,
 @pytest.mark.parametrize("packed", [None, [[70, 1, 57], [100]]], ids=["rows", "packed"])
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_on_a_gpu_the_fused_kernel_equals_the_portable_one(
-    dtype: torch.dtype, num_kv_heads: int, packed: list[list[int]] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpu_the_fused_kernel_equals_the_portable_one(dtype, num_kv_heads, packed, monkeypatch):
     blocks = random_blocks(3, seq=128, num_kv_heads=num_kv_heads, dtype=dtype)
     half = [each.detach().cuda().requires_grad_() for each in (blocks[0], *blocks[1], *blocks[2])]
     exact = [each.detach().float().requires_grad_() for each in half]

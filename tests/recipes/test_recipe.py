@@ -2,13 +2,19 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import wandb
 import yaml
+from tiny_run import tiny_recipe
 
+from headstart.inference.report import command
 from headstart.recipes import RecipeError, load_recipe, recipe_from_command_line
 from headstart.recipes.fields import head_kinds, recipe_fields
+from headstart.trainers.tracking import Tracker
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -21,14 +27,11 @@ def good(tmp_path: Path) -> dict[str, Any]:
     target.mkdir()
     (target / "config.json").write_text(json.dumps({"num_hidden_layers": NUM_LAYERS, "vocab_size": 1024}))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "import os"}\n')
+    prompts = str(tmp_path / "prompts.jsonl")
     return {
         "run_dir": str(tmp_path / "run"),
         "target": {"path": str(target), "dtype": "float32"},
-        "data": {
-            "prompts": str(tmp_path / "prompts.jsonl"),
-            "heldout_prompts": str(tmp_path / "prompts.jsonl"),
-            "num_prompts": 8,
-        },
+        "data": {"prompts": prompts, "heldout_prompts": prompts, "num_prompts": 8},
         "head": {"kind": "eagle3"},
         "train": {"steps": 10},
     }
@@ -52,23 +55,15 @@ def test_all_mistakes_are_in_one_report(tmp_path: Path, good: dict[str, Any]) ->
     good["head"]["taps"] = [2, 8, NUM_LAYERS + 1]  # no such layer
     good["data"]["heldout_prompts"] = str(tmp_path / "gone.jsonl")  # no such file
     lines = report(tmp_path, good)
-    assert {line.partition(": ")[0] for line in lines} == {
-        "train.lerning_rate",
-        "train.steps",
-        "head.taps",
-        "data.heldout_prompts",
-    }
+    named = sorted(line.partition(": ")[0] for line in lines)
+    assert named == ["data.heldout_prompts", "head.taps", "train.lerning_rate", "train.steps"]
     assert all(" given, " in line and " allowed; " in line for line in lines)
 
 
 def test_each_kind_of_head_has_its_own_keys(tmp_path: Path, good: dict[str, Any]) -> None:
     good["head"] = {"kind": "eagle1", "num_heads": 2, "num_kv_heads": 1}
-    assert set(load_recipe(write(tmp_path, good)).head.model_dump()) == {
-        "kind",
-        "intermediate_size",
-        "num_heads",
-        "num_kv_heads",
-    }
+    keys = load_recipe(write(tmp_path, good)).head.model_dump().keys()
+    assert keys == {"kind", "intermediate_size", "num_heads", "num_kv_heads"}
     assert set(recipe_fields()["head.kind"].choices) == head_kinds().keys()
     assert recipe_fields()["head.medusa_heads"].description.endswith(" Only medusa.")
     assert "Only" not in recipe_fields()["head.kind"].description
@@ -153,3 +148,28 @@ def test_help_lists_every_field(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert " a number > 0 " in printed
     assert all(path in printed for path in recipe_fields())
     assert all(field.description.endswith(".") for field in recipe_fields().values())
+
+
+def test_the_report_uses_as_many_cpu_threads_as_the_recipe_says(harvested, tmp_path, monkeypatch):
+    counts: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    monkeypatch.setattr(command, "measure", None)
+    folders = f"run_dir={tmp_path}", f"data.folder={harvested / 'run'}"
+    with pytest.raises(TypeError):
+        command.report(tiny_recipe(harvested, *folders, "report.baselines=[plain]", "report.threads=3"))
+    assert counts == [3]
+
+
+def test_metrics_go_to_a_wandb_project_that_the_environment_may_name(make_recipe, monkeypatch):
+    settings: dict[str, Any] = {}
+
+    def init(**given: Any) -> SimpleNamespace:
+        settings.update(given)
+        return SimpleNamespace(finish=lambda: None)
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setenv("WANDB_PROJECT", "drafts")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with Tracker(make_recipe("run"), 0, True):
+        pass
+    assert (settings["project"], settings["mode"]) == ("drafts", "offline")

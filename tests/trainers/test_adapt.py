@@ -54,9 +54,9 @@ def random_head(recipe: Recipe, folder: Path, seed: int) -> Path:
     return folder
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Recipe:
-    return recipe_with_random_head(tmp_path)
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    return recipe_with_random_head(tmp_path_factory.mktemp("adapt"))
 
 
 @contextmanager
@@ -75,8 +75,8 @@ def options(server: Running, **changes: Any) -> AdaptOptions:
     return replace(plain, **changes)
 
 
-def complete(server: Running, prompt: list[int], temperature: float = 0.0, seed: int = 0) -> str:
-    body = {"prompt": prompt, "max_tokens": 16, "temperature": temperature, "seed": seed}
+def complete(server: Running, prompt: list[int], temperature: float = 0.0, seed: int = 0, tokens: int = 8) -> str:
+    body = {"prompt": prompt, "max_tokens": tokens, "temperature": temperature, "seed": seed}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["text"])
@@ -92,7 +92,7 @@ def test_texts_are_those_of_plain_decoding_while_heads_swap(recipe: Recipe, tmp_
     asked = [(PROMPTS[n % 40] + [n // 40 + 70], [0.0, 1.0][n % 2], n) for n in range(count)]
     with serving(recipe) as server:
         with ThreadPoolExecutor(8) as clients:
-            texts = [clients.submit(complete, server, *each) for each in asked]
+            texts = [clients.submit(complete, server, *each, tokens=16) for each in asked]
             swaps = 0
             while not texts[-1].done():
                 AdaptingServer(server.url).serve(str(heads[swaps % 4]))
@@ -186,17 +186,13 @@ def demo() -> tuple[DraftHead, list[Sample], list[int]]:
     rows = (ROOT / "assets/demo_target/heldout_prompts.jsonl").read_text().splitlines()[:8]
     prompts = [tokenizer(json.loads(row)["prompt"])["input_ids"][:40] for row in rows]
     written = generate_batch(target, [Request(prompt, 16) for prompt in prompts], head_drafter(head, Dynamic.chain(3)))
-    samples = texts_of(target, [(prompt, each.tokens) for prompt, each in zip(prompts, written, strict=True)])
-    return head, samples, [each.stats.steps for each in written]
-
-
-def texts_of(target: TargetModel, texts: list[tuple[list[int], list[int]]]) -> list[Sample]:
     samples = []
-    for prompt, response in texts:
-        states = tap(target, [prompt + response])
-        mask = torch.arange(len(prompt + response)) >= len(prompt)
-        samples.append(Sample(torch.tensor(prompt + response), mask, states.taps.clone(), states.last_hidden.clone()))
-    return samples
+    for prompt, answer in zip(prompts, written, strict=True):
+        text = prompt + answer.tokens
+        states = tap(target, [text])
+        mask = torch.arange(len(text)) >= len(prompt)
+        samples.append(Sample(torch.tensor(text), mask, states.taps.clone(), states.last_hidden.clone()))
+    return head, samples, [each.stats.steps for each in written]
 
 
 def damaged(head: DraftHead, change: Callable[[torch.Tensor], torch.Tensor]) -> DraftHead:
@@ -218,8 +214,6 @@ def test_a_planted_bad_candidate_is_refused(demo: tuple[DraftHead, list[Sample],
     head, samples, _ = demo
     random = torch.Generator().manual_seed(0)
     bad = {
-        "random": lambda weight: torch.randn(weight.shape, generator=random) * weight.std(correction=0),
-        "zero": torch.zeros_like,
         "not finite": lambda weight: weight * torch.nan,
         "noisy": lambda weight: weight + 0.7 * weight.std(correction=0) * torch.randn(weight.shape, generator=random),
     }
@@ -233,9 +227,7 @@ def test_a_planted_bad_candidate_is_refused(demo: tuple[DraftHead, list[Sample],
     assert not judge(head, damaged(head, torch.zeros_like), samples[:4], 3, 2).is_better  # too few to tell
 
 
-def test_a_better_candidate_is_served_and_rolled_back(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_better_candidate_is_served_and_rolled_back(recipe, monkeypatch, capsys):
     monkeypatch.setattr(os, "nice", lambda _: None)
     monkeypatch.setattr(refreshing, "judge", lambda *_: BETTER)
     monkeypatch.setattr(refreshing, "LEAST", 2)
@@ -256,7 +248,7 @@ def test_a_better_candidate_is_served_and_rolled_back(
         assert facts(server)["head"] == str(versions.folder / "0000")
         with pytest.raises(ValueError, match="no head was before it"):
             command.adapt(recipe, options(server, roll_back=True))
-        assert [complete(server, prompt) for prompt in prompts] == texts
+        assert [complete(server, prompt) for prompt in prompts[:3]] == texts[:3]
     monkeypatch.setattr(refreshing, "judge", lambda *_: BETTER)
     with serving(recipe) as server:  # started again, with the head of the recipe
         assert facts(server)["head"] == str(recipe.head_dir.resolve())

@@ -97,9 +97,7 @@ def by_hand(trained: TrainedBlocks, sample: Sample, anchor: int) -> list[dict[st
 
 @pytest.mark.parametrize("packed", [None, 22])
 @pytest.mark.parametrize("vocab_size", [97, 60])
-def test_the_loss_is_dsparks_level_by_level(
-    make_head: MakeHead, frozen: FrozenTarget, packed: int | None, vocab_size: int
-) -> None:
+def test_the_loss_is_dsparks_level_by_level(make_head, frozen, packed, vocab_size):
     """0.1 CE to the text + 0.9 L1 to the target, for the prefix that the target wrote."""
     vocab = DraftVocab.most_frequent(torch.arange(97) % 7, vocab_size)
     trained = in_training(make_head, frozen, vocab)
@@ -129,9 +127,7 @@ def test_the_loss_is_dsparks_level_by_level(
     assert_close(*(torch.autograd.grad(loss, parameters) for loss in (scores.loss, wanted)), atol=1e-4, rtol=1e-3)
 
 
-def test_chunks_change_neither_loss_nor_gradient(
-    make_head: MakeHead, frozen: FrozenTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_change_neither_loss_nor_gradient(make_head, frozen, monkeypatch):
     trained = in_training(make_head, frozen)
     batch = TrainingBatch.collate(SAMPLES, torch.float32)
     supervision = trained.supervise(batch, "key")
@@ -169,7 +165,7 @@ def test_a_batch_without_a_block_has_no_loss_and_no_gradient(make_head: MakeHead
 
 
 def test_a_run_trains_measures_and_writes_a_block_head(harvested: Path, make_recipe: MakeRecipe) -> None:
-    recipe = make_recipe("run", *BLOCK, "train.eval_prompts=2")
+    recipe = make_recipe("run", *BLOCK, "train.eval_prompts=1", "train.steps=2", "train.warmup_steps=1")
     run(recipe)
     head = load_head_for(recipe.head_dir, FrozenTarget.from_folder(harvested / "target", torch.float32))
     assert isinstance(head, BlockHead)

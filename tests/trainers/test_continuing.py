@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,10 @@ from bad_inputs import assert_message
 from safetensors.torch import load_file
 from tiny_run import contents, copy_run, tiny_recipe, write_prompts
 
-from headstart.recipes import Recipe
 from headstart.trainers import run
 
-MakeRecipe = Callable[..., Recipe]
 
-
-def test_more_steps_continue_a_finished_run(
-    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_steps_continue_a_finished_run(make_recipe, monkeypatch, capsys):
     monkeypatch.setattr("headstart.trainers.parallel.head_on_ranks.set_learning_rates", lambda *_: 1.0)
     run(make_recipe("at once", "train.steps=8"))
     run(make_recipe("in two", "train.steps=4"))
@@ -64,9 +58,7 @@ def test_a_damaged_checkpoint_and_a_damaged_note_on_the_start_are_named_and_the_
         run(tiny_recipe(trained))
 
 
-def test_more_prompts_continue_a_finished_run_with_the_same_draft_vocabulary_if_steps_are_left(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_prompts_continue_a_finished_run_with_the_same_draft_vocabulary_if_steps_are_left(trained, capsys):
     write_prompts(trained / "prompts.jsonl", count=24, first=0)
     recipe = tiny_recipe(trained, "data.num_prompts=24")
     before, weights = contents(recipe.head_dir), load_file(recipe.head_dir / "model.safetensors")
@@ -79,11 +71,3 @@ def test_more_prompts_continue_a_finished_run_with_the_same_draft_vocabulary_if_
     after = load_file(recipe.head_dir / "model.safetensors")
     assert after["d2t"].equal(weights["d2t"])
     assert not after["fc.weight"].equal(weights["fc.weight"])
-
-
-def test_another_field_and_other_data_are_refused_with_more_steps_too(trained: Path) -> None:
-    with pytest.raises(ValueError, match=r"train.unroll: checkpoint 3, recipe 2") as error:
-        run(tiny_recipe(trained, "train.steps=12", "train.unroll=2"))
-    assert "train.steps" not in str(error.value)
-    with pytest.raises(ValueError, match=r"(?s)made from other inputs.*checkpoints"):  # among the folders to remove
-        run(tiny_recipe(trained, "data.temperatures=[0.5]", "train.steps=12"))

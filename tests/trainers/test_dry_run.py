@@ -26,9 +26,7 @@ def test_too_many_ranks_and_missing_samples_are_refused(make_recipe: Callable[..
         refuse_sizes(recipe, 1, 12, 0)
 
 
-def test_a_dry_run_prints_the_plan_and_writes_nothing(
-    make_recipe: Callable[..., Recipe], harvested: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_prints_the_plan_and_writes_nothing(make_recipe, harvested, capsys):
     recipe = make_recipe("run", "train.dry_run=true", "train.accumulate=3")
     before = modified(recipe.run_dir)
     run(recipe)
@@ -58,14 +56,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
         ("head={kind: eagle1}", 0, ""),
     ],
 )
-def test_an_engine_that_refuses_the_family_was_named_only_after_the_training(
-    make_recipe: Callable[..., Recipe],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    option: str,
-    count: int,
-    origin: str,
-) -> None:
+def test_engines_that_refuse_a_family_were_named_too_late(make_recipe, monkeypatch, capsys, option, count, origin):
     monkeypatch.setitem(REFUSED, "vllm", ("vLLM 0.33.0", frozenset({"llama"})))
     steps = "train.eval_prompts=0" if option == "train.eval_prompts=0" else "train.dry_run=true"
     run(make_recipe("run", "train.steps=1", steps, option))
@@ -86,9 +77,7 @@ def test_an_engine_that_refuses_the_family_was_named_only_after_the_training(
         (("data.folder=/nothing", "data.dtype=float8"), 12, True),
     ],
 )
-def test_a_plan_counts_the_rows_that_are_there_and_the_disk_that_their_features_need(
-    make_recipe: Callable[..., Recipe], harvested: Path, options: tuple[str, ...], samples: int, needs_disk: bool
-) -> None:
+def test_a_plan_counts_rows_and_the_disk_of_their_features(make_recipe, harvested, options, samples, needs_disk):
     sizes = DataSizes.of(make_recipe("run", *options), TargetConfig.from_folder(harvested / "target"))
     assert (sizes.samples, sizes.feature_bytes > 0) == (samples, needs_disk)
 

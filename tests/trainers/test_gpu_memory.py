@@ -1,7 +1,7 @@
 """Laws of the memory estimate: the recipes fit their GPUs, and a run that does not fit names what makes it fit."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from bad_inputs import Says, Typed, assert_refused, assert_told
 from saved_tensors import SavedForBackward, storage_of
 from tiny_run import build_run, write_config
-from transformers import AutoConfig, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
 from headstart.data_pipelines.features.batches import Sample, TrainingBatch
 from headstart.heads.frozen import FrozenTarget
@@ -21,15 +21,8 @@ from headstart.inference.targets.loading import model_without_weights
 from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.command_line import DeviceMemory
 from headstart.recipes.schema import TargetSection
-from headstart.trainers.memory import (
-    Machine,
-    activation_bytes,
-    fitted,
-    memory_needs,
-    refuse_more_than_memory,
-    target_bytes,
-    total,
-)
+from headstart.trainers import memory
+from headstart.trainers.memory import Machine
 from headstart.trainers.new_head import head_without_weights
 from headstart.trainers.objectives.unrolled import Teacher
 from headstart.trainers.plan import DataSizes, TokenCost, time_rows
@@ -70,28 +63,24 @@ def gpu_recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recipe
     return load
 
 
-@cache
-def built(path: str, dtype: str) -> PreTrainedModel:
-    return model_without_weights(TargetSection.model_validate({"path": path, "dtype": dtype}))
-
-
-@pytest.fixture(autouse=True)
-def build_each_target_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = "headstart.trainers.memory.model_without_weights"
-    monkeypatch.setattr(build, lambda section: built(section.path, section.dtype))
+@pytest.fixture(autouse=True, scope="module")
+def _build_each_target_once() -> Iterator[None]:
+    built = cache(lambda path, dtype: model_without_weights(TargetSection(path=path, dtype=dtype)))
+    with pytest.MonkeyPatch.context() as patch:
+        build = "headstart.trainers.memory.model_without_weights"
+        patch.setattr(build, lambda section: built(section.path, section.dtype))
+        yield
 
 
 def check(recipe: Recipe, devices: str) -> None:
     machine = Machine.described(recipe, DeviceMemory.parse(devices))
-    refuse_more_than_memory(recipe, TargetConfig.from_folder(Path(recipe.target.path)), machine)
+    memory.refuse_more_than_memory(recipe, TargetConfig.from_folder(Path(recipe.target.path)), machine)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", ["80GB", "8x80GB"])
 @pytest.mark.parametrize("name", GPU_RECIPES)
-def test_every_gpu_recipe_fits_the_gpus_that_it_names(
-    gpu_recipe: Callable[..., Recipe], name: str, devices: str
-) -> None:
+def test_every_gpu_recipe_fits_the_gpus_that_it_names(gpu_recipe, name, devices):
     recipe = gpu_recipe(name)
     assert recipe.train.precision == "bfloat16"
     if "_70b" in name and devices == "80GB":
@@ -111,9 +100,7 @@ def test_every_gpu_recipe_fits_the_gpus_that_it_names(
         ("llama3_70b", "8x80GB", ["train.eval_prompts=8", "target.split=layers", "train.batch_size=64", *FIXED]),
     ],
 )
-def test_the_settings_named_by_a_refusal_make_the_run_fit(
-    gpu_recipe: Callable[..., Recipe], name: str, devices: str, overrides: list[str]
-) -> None:
+def test_the_settings_named_by_a_refusal_make_the_run_fit(gpu_recipe, name, devices, overrides):
     with pytest.raises(ValueError, match=r"train\.accumulate: \d+ given, .* allowed there; write train\.") as refusal:
         check(gpu_recipe(name, *overrides), devices)
     named = str(refusal.value).partition("; write ")[2].split()
@@ -121,25 +108,21 @@ def test_the_settings_named_by_a_refusal_make_the_run_fit(
 
 
 @pytest.mark.parametrize(("devices", "micro_batches"), [("48GB", 6), ("80GB", 2), ("8x80GB", 1)])
-def test_one_target_harvests_decodes_and_teaches_on_the_card(
-    gpu_recipe: Callable[..., Recipe], devices: str, micro_batches: int
-) -> None:
+def test_one_target_harvests_decodes_and_teaches_on_the_card(gpu_recipe, devices, micro_batches):
     """It was counted, and loaded, twice: 86.0 of 80 GB with data.online."""
     recipe = gpu_recipe("llama3_8b", "data.online=[auto]")
     machine = Machine.described(recipe, DeviceMemory.parse(devices))
     target = TargetConfig.from_folder(Path(recipe.target.path))
-    chosen, head = fitted(recipe, target, machine), head_without_weights(recipe, target)
-    needs = memory_needs(chosen, head, machine, target_bytes(recipe))
-    assert total(needs) <= machine.memory
-    assert [need.size for need in needs if need.what == "the target"] == [target_bytes(recipe)]
+    chosen, head = memory.fitted(recipe, target, machine), head_without_weights(recipe, target)
+    needs = memory.memory_needs(chosen, head, machine, memory.target_bytes(recipe))
+    assert memory.total(needs) <= machine.memory
+    assert [need.size for need in needs if need.what == "the target"] == [memory.target_bytes(recipe)]
     assert (chosen.train.micro_batches, bool(chosen.train.activation_checkpointing)) == (micro_batches, False)
     given = recipe.model_copy(update={"train": recipe.train.model_copy(update={"accumulate": 16})})
-    assert fitted(given, target, machine).train.accumulate == 16
+    assert memory.fitted(given, target, machine).train.accumulate == 16
 
 
-def test_what_no_setting_can_make_fit_says_so_and_slices_of_a_head_need_less_than_the_whole(
-    gpu_recipe: Callable[..., Recipe],
-) -> None:
+def test_what_no_setting_can_make_fit_says_so_and_slices_of_a_head_need_less_than_the_whole(gpu_recipe):
     with pytest.raises(ValueError, match=r"target\.split: null given, .* on each device .*; start 2 ranks or more"):
         check(gpu_recipe("llama3_8b"), "16GB")
     with pytest.raises(ValueError, match="take larger devices or a smaller head"):
@@ -147,8 +130,8 @@ def test_what_no_setting_can_make_fit_says_so_and_slices_of_a_head_need_less_tha
     recipe = gpu_recipe("llama3_70b", *FIXED)
     target = TargetConfig.from_folder(Path(recipe.target.path))
     with pytest.raises(ValueError, match=r"train\.accumulate"):
-        refuse_more_than_memory(recipe, target, Machine(8, torch.device("cuda"), 55 * 10**9, 8))
-    refuse_more_than_memory(recipe, target, Machine(8, torch.device("cuda"), 55 * 10**9, 8, slices=8))
+        memory.refuse_more_than_memory(recipe, target, Machine(8, torch.device("cuda"), 55 * 10**9, 8))
+    memory.refuse_more_than_memory(recipe, target, Machine(8, torch.device("cuda"), 55 * 10**9, 8, slices=8))
 
 
 @pytest.fixture(scope="module")
@@ -172,9 +155,7 @@ def middling(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "{kind: block, num_layers: 3, mask_token_id: 3, markov_rank: 16}",
     ],
 )
-def test_planned_activations_are_about_what_a_backward_pass_keeps(
-    middling: Path, head: str, options: tuple[str, ...]
-) -> None:
+def test_planned_activations_are_about_what_a_backward_pass_keeps(middling, head, options):
     """Block heads were planned at 40 % of what they take, and half precision without its float32 sums."""
     rows, longest = 4, 256
     anchors = ["train.anchors=64"] * ("block" in head)
@@ -193,7 +174,7 @@ def test_planned_activations_are_about_what_a_backward_pass_keeps(
     with autocast(recipe.train, torch.device("cpu")), SavedForBackward(known) as saved:
         supervision = unrolled.supervise(batch, "key")
         unrolled(batch, supervision, supervision.counts(unrolled.objective.unroll))
-    planned = activation_bytes(recipe, unrolled.head, rows, longest, torch.device("cpu"))
+    planned = memory.activation_bytes(recipe, unrolled.head, rows, longest, torch.device("cpu"))
     assert 0.9 * saved.num_bytes < planned
     if not recipe.train.activation_checkpointing and "medusa" not in head:  # there other parts are larger
         assert planned < 1.3 * saved.num_bytes
@@ -204,9 +185,7 @@ def test_a_plan_for_devices_that_are_not_here(middling: Path, typed: Typed) -> N
     assert_told(typed(*command, "train.dry_run=true", "--device-memory", "8x2GB"), "ranks: 8 | of 2.0 GB")
 
 
-def test_a_run_that_does_not_fit_its_gpu_is_refused_before_the_harvest(
-    middling: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
-) -> None:
+def test_a_run_that_does_not_fit_its_gpu_is_refused_before_the_harvest(middling, monkeypatch, typed):
     small = Machine(1, torch.device("cuda"), 40 * 10**6)
     monkeypatch.setattr(Machine, "running", lambda *_: small)
     monkeypatch.setattr("headstart.data_pipelines.harvest.open_harvest", None)

@@ -125,14 +125,7 @@ def steps_of(folder: Path, config_name: str, ranks: int, result: Path) -> dict[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("config_name", "ranks"), [*CONFIGS, pytest.param("fsdp2", 4, id="HSDP: two machines of two")])
-def test_every_launch_takes_the_same_steps(
-    harvested: Path,
-    one_process: dict[str, Tensor],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    config_name: str,
-    ranks: int,
-) -> None:
+def test_every_launch_takes_the_same_steps(harvested, one_process, tmp_path, monkeypatch, config_name, ranks):
     """Loss, gradient, gradient norm, weights and optimizer state agree, tensor by tensor."""
     if ranks == 4:  # each machine has all slices of the head
         monkeypatch.setenv("RANKS_OF_A_MACHINE", "2")
@@ -156,9 +149,7 @@ def test_a_block_head_takes_the_same_steps_under_every_launch(harvested: Path, t
 
 @pytest.mark.slow
 @needs_deepspeed
-def test_bfloat16_takes_the_same_steps_under_every_launch(
-    harvested: Path, one_process: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_bfloat16_takes_the_same_steps_under_every_launch(harvested, one_process, tmp_path):
     """DeepSpeed allowed float32 only. Loss and gradient of the first step agree up to the rounding of bfloat16, and
     weights, gradients and optimizer state are in float32."""
     values = yaml.safe_load((harvested / "recipe.yaml").read_text())

@@ -76,9 +76,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(make_recipe: Callable[...,
     assert [line["step"] for line in numbers(cut)] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]  # measured after 4 and 8
 
 
-def test_a_plain_eagle_3_head_is_saved_with_the_scales_of_its_taps(
-    make_recipe: Callable[..., Recipe], harvested: Path, frozen: FrozenTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plain_eagle_3_head_is_saved_with_the_scales_of_its_taps(make_recipe, harvested, frozen, monkeypatch):
     """The saved head reads unscaled hidden states, and projects them to the same features as in training."""
     trained: list[Eagle3Head] = []
 
@@ -96,9 +94,7 @@ def test_a_plain_eagle_3_head_is_saved_with_the_scales_of_its_taps(
     assert torch.equal(saved.project(taps), head.project(taps))
 
 
-def test_measuring_and_logging_do_not_change_the_weights(
-    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measuring_and_logging_do_not_change_the_weights(make_recipe, monkeypatch):
     short = "train.steps=4", "train.warmup_steps=1"
     often = make_recipe("often", *short, "train.checkpoint_every=2", "train.eval_prompts=1")
     rarely = make_recipe("rarely", *short)
@@ -112,9 +108,7 @@ def test_measuring_and_logging_do_not_change_the_weights(
     assert all(1 <= tau <= often.decode.depth + 1 for tau in taus)
 
 
-def test_every_step_trains_on_its_samples_in_the_shuffled_order(
-    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_step_trains_on_its_samples_in_the_shuffled_order(make_recipe, monkeypatch):
     """So are they announced to the store, which reads ahead."""
     recipe, seen, announced, train_step = make_recipe("run"), [], list[int](), loop.train_step
 
@@ -135,12 +129,13 @@ def test_every_step_trains_on_its_samples_in_the_shuffled_order(
 def test_a_checkpoint_of_another_recipe_is_refused_by_field(make_recipe: Callable[..., Recipe]) -> None:
     with killed_in(6):
         run(make_recipe("run"))
-    for override, difference in (
+    for overrides, difference in (
         ("train.learning_rate=2e-3", "train.learning_rate: checkpoint 0.001, recipe 0.002"),
         ("train.steps=3", "train.steps: checkpoint 8, recipe 3"),
         ("head.draft_vocab_size=81", "head.draft_vocab_size: checkpoint 80, recipe 81"),
+        ("train.unroll=2 train.steps=12", "train.unroll: checkpoint 3, recipe 2"),  # more steps alone are allowed
     ):
-        other = make_recipe("run", override)
+        other = make_recipe("run", *overrides.split())
         before = contents(other.run_dir)
         with pytest.raises(ValueError, match="step-4 belongs to another recipe") as refusal:
             run(other)
@@ -161,9 +156,7 @@ def assert_stops_in(recipe: Recipe, step: int, what: str) -> None:
     assert all(tensor.isfinite().all() for tensor in newest.values())
 
 
-def test_a_non_finite_loss_stops_at_once_and_names_its_step_and_samples(
-    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_non_finite_loss_stops_at_once_and_names_its_step_and_samples(make_recipe, monkeypatch):
     """Waiting until the next metrics are due would name other samples and spoil the weights."""
     steps, collate = iter(range(1, 9)), TrainingBatch.collate
 
@@ -196,9 +189,7 @@ def test_non_finite_features_are_named_by_shard_and_row(make_recipe: Callable[..
         run(recipe)
 
 
-def test_a_run_that_ends_where_it_was_stopped_was_not_measured_there(
-    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_ends_where_it_was_stopped_was_not_measured_there(make_recipe, monkeypatch):
     rarely = "train.checkpoint_every=100", "train.warmup_steps=1"
     stopped, train_step = make_recipe("run", *rarely), loop.train_step
     monkeypatch.setattr(loop, "train_step", lambda a, b, c, *_: train_step(a, b, c, True))
@@ -219,9 +210,7 @@ def test_a_signal_was_not_answered_before_the_end_of_a_long_step(capfd: pytest.C
 
 
 @pytest.mark.slow
-def test_a_wandb_run_starts_offline_and_keeps_its_id_when_resumed(
-    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wandb_run_starts_offline_and_keeps_its_id_when_resumed(make_recipe, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     recipe = make_recipe("wandb")
     ids = []

@@ -113,9 +113,7 @@ def test_two_machines_that_share_only_run_dir_train_what_one_trains(folder: Path
 
 
 @pytest.mark.parametrize("config", ["ddp", "fsdp2", pytest.param("zero2", marks=needs_deepspeed)])
-def test_two_machines_that_share_only_a_bucket_train_what_one_trains(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, config: str
-) -> None:
+def test_two_machines_that_share_only_a_bucket_train_what_one_trains(folder, monkeypatch, config):
     """One of them goes on alone, and reads what the other harvested."""
     pytest.importorskip("moto")
     pytest.importorskip("s3fs")
@@ -193,28 +191,15 @@ def accelerate(processes: int) -> list[str]:
     return [*command, "--cpu", str(TRAINER)]
 
 
-def test_sigterm_to_accelerate_launch_saves_and_ends_with_143(folder: Path) -> None:
-    log, run = folder / "log", folder / "run"
+def test_sigterm_to_accelerate_launch_saves_and_the_same_command_waits_for_the_checkpoint(folder: Path) -> None:
+    log, arguments = folder / "log", [str(folder / "recipe.yaml"), *LONG, "train.checkpoint_every=100000"]
     with log.open("w") as file:
-        launcher = start_process([*accelerate(1), str(folder / "recipe.yaml"), *LONG], log=file)
-        wait_for_steps(run, 20)
-        [trainer] = ranks_of(launcher)
-        launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(30) == -signal.SIGTERM  # which a shell shows as 143
-        trainer.wait(30)
-    assert "SIGTERM: saved after step" in log.read_text()
-    assert list((run / "checkpoints").glob("step-*"))
-    assert not (run / "in_use.lock").exists()
-
-
-def test_the_same_command_right_after_sigterm_waits_for_the_checkpoint(folder: Path) -> None:
-    arguments = [str(folder / "recipe.yaml"), *LONG, "train.checkpoint_every=100000"]
-    launcher = start_process([*accelerate(1), *arguments], log=None)
+        launcher = start_process([*accelerate(1), *arguments], log=file)
     wait_for_steps(folder / "run", 20)
     [trainer] = ranks_of(launcher)
     trainer.suspend()  # a trainer that takes long to save
-    launcher.kill()
-    launcher.wait()
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(30) == -signal.SIGTERM  # which a shell shows as 143
     again = start_process([sys.executable, str(TRAINER), *arguments])
     assert again.stdout is not None
     for said in ("which is ending", "resuming after step"):
@@ -223,3 +208,4 @@ def test_the_same_command_right_after_sigterm_waits_for_the_checkpoint(folder: P
         os.kill(trainer.pid, signal.SIGCONT)
     again.kill()
     again.communicate()
+    assert "SIGTERM: saved after step" in log.read_text()

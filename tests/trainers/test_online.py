@@ -38,15 +38,6 @@ class Counted:
         return tap(self.target, texts)
 
 
-@pytest.fixture
-def counted(harvested: Path) -> tuple[Counted, OnlineStore]:
-    recipe = online(harvested, "data.harvest_batch=4")
-    target = Counted(recipe)
-    return target, OnlineStore(
-        harvest(recipe), "train", target, recipe.data.harvest_batch, "float32", KeptPictures(recipe)
-    )
-
-
 def assert_same_samples(made: SampleStore, stored: FeatureStore, numbers: range | list[int]) -> None:
     for number in numbers:
         assert_same_sample(made[number], stored[number])
@@ -67,11 +58,11 @@ def test_online_samples_equal_those_that_a_harvest_stores(harvested: Path, where
     assert modified(harvested) == before
 
 
-def test_samples_announced_together_are_read_together_in_batches_of_similar_length(
-    harvested: Path, counted: tuple[Counted, OnlineStore]
-) -> None:
+def test_samples_announced_together_are_read_together_in_batches_of_similar_length(harvested):
     """Step 1 reads 7 samples in 2 forwards, step 2 reads 3 in one; an unannounced sample is read alone."""
-    target, store = counted
+    recipe = online(harvested, "data.harvest_batch=4")
+    target = Counted(recipe)
+    store = OnlineStore(harvest(recipe), "train", target, 4, "float32", KeptPictures(recipe))
     stored = FeatureStore(online(harvested).features_dir, "train")
     steps = [[0, 5, 2, 9, 4, 7, 1], [3, 6, 8]]
     for numbers in steps:
@@ -90,9 +81,7 @@ def test_samples_announced_together_are_read_together_in_batches_of_similar_leng
     assert len(target.asked) == 4 + 4
 
 
-def test_one_target_harvests_decodes_and_teaches(
-    harvested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_target_harvests_decodes_and_teaches(harvested, tmp_path, monkeypatch):
     """It was loaded again to make samples, and once more to decode; its lm_head was read a fourth time."""
     load, train = TargetModel.load, stages.train
     loads, ends = [], []
@@ -108,12 +97,9 @@ def test_one_target_harvests_decodes_and_teaches(
 
     monkeypatch.setattr(TargetModel, "load", count)
     monkeypatch.setattr(stages, "train", look)
-    run(online(harvested, f"run_dir={tmp_path}", "train.eval_prompts=2", "train.steps=2"))
+    run(online(harvested, f"run_dir={tmp_path}", "train.eval_prompts=1", "train.steps=2"))
     assert len(loads) == 1
     assert ends == [(loads[0], loads[0].frozen.lm_head.data_ptr())]
-
-
-# A target in a separate process
 
 
 @pytest.mark.slow

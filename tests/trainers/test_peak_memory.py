@@ -48,22 +48,12 @@ def test_a_run_takes_the_memory_of_its_plan(tmp_path: Path, monkeypatch: pytest.
     for name, some in (("train", lines[:BATCH]), ("heldout", lines[BATCH:])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(some))
     overrides = {
-        "run_dir": tmp_path / "run",
-        "target.path": tmp_path / "target",
-        "data.prompts": tmp_path / "train.jsonl",
-        "data.heldout_prompts": tmp_path / "heldout.jsonl",
-        "data.responses": "given",
-        "data.online": "[auto]",
-        "data.num_prompts": BATCH,
-        "data.heldout_samples": 1,
-        "data.prompt_tokens": LONGEST - 16,
-        "data.response_tokens": 16,
-        "train.steps": 2,
-        "train.batch_size": BATCH,
-        "train.optimizer": "adamw",
-        "train.eval_prompts": 1,
-        "decode.max_new_tokens": 8,
-    }
+        "run_dir": tmp_path / "run", "target.path": tmp_path / "target", "data.prompts": tmp_path / "train.jsonl",
+        "data.heldout_prompts": tmp_path / "heldout.jsonl", "data.responses": "given", "data.online": "[auto]",
+        "data.num_prompts": BATCH, "data.heldout_samples": 1, "data.prompt_tokens": LONGEST - 16,
+        "data.response_tokens": 16, "train.steps": 2, "train.batch_size": BATCH, "train.optimizer": "adamw",
+        "train.eval_prompts": 1, "decode.max_new_tokens": 8,
+    }  # fmt: skip
     given = [f"{name}={value}" for name, value in overrides.items()]
     command = [sys.executable, "-c", PROGRAM, str(ROOT / "recipes/tiny.yaml"), *given]
     # Weights that are packed for kernels may be smaller, and freed memory goes back to the system at once.

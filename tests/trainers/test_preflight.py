@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from bad_inputs import Says, Typed, assert_raises, assert_refused, filled, table
+from bad_inputs import Says, assert_raises, assert_refused, filled, table
 from tiny_run import build_run, build_tokenizer, tiny_recipe
 
 from headstart.inference.core import cache_memory
@@ -59,9 +59,7 @@ a run_dir in /proc | run_dir=/proc/x => run_dir | /proc/x given | a writable fol
 @pytest.mark.each_value
 @pytest.mark.parametrize("dry_run", ["true", "false"])
 @pytest.mark.parametrize("name", CASES)
-def test_what_would_fail_after_the_harvest_is_refused_before_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, dry_run: str
-) -> None:
+def test_what_would_fail_after_the_harvest_is_refused_before_it(folder, monkeypatch, name, dry_run):
     monkeypatch.setattr("headstart.data_pipelines.harvest.open_harvest", None)
     overrides, facts = CASES[name]
     recipe = tiny_recipe(folder, *(filled(each, folder=folder) for each in overrides), f"train.dry_run={dry_run}")
@@ -70,9 +68,7 @@ def test_what_would_fail_after_the_harvest_is_refused_before_it(
     assert sorted(folder.iterdir()) == before
 
 
-def test_lora_without_peft_is_refused_at_the_start_and_planned_all_the_same(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lora_without_peft_is_refused_at_the_start_and_planned_all_the_same(folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "peft", None)
     options = ["head={kind: medusa, medusa_heads: 3}", "joint.mode=lora", "joint.lora_rank=2"]
     recipe = tiny_recipe(folder, *options)
@@ -104,9 +100,7 @@ def test_trees_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_raises(lambda: refuse_large_trees(step, cpu, rows=2, nodes=100_001, length=500), said)
 
 
-def test_a_harvest_whose_texts_lost_their_memory_to_another_program_was_told_to_lower_decode_nodes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_harvest_whose_texts_lost_their_memory_to_another_program_was_told_to_lower_decode_nodes(monkeypatch):
     step = StepMemory(cached=23_040, vocab_size=49_152, element=2)
     monkeypatch.setattr(budget, "free_memory", lambda device: 7 * GIGABYTE)
     fits = 7 * GIGABYTE // step.needed(1, 1, 768)
@@ -140,9 +134,7 @@ no questions | report.prompts=/gone.jsonl => report.prompts | /gone.jsonl given 
 
 
 @pytest.mark.parametrize("name", [*QUESTIONS, *REPORT])
-def test_a_report_that_cannot_work_is_refused_before_the_target_is_loaded(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed, name: str
-) -> None:
+def test_a_report_that_cannot_work_is_refused_before_the_target_is_loaded(folder, tmp_path, monkeypatch, typed, name):
     monkeypatch.setattr("headstart.inference.targets.model.TargetModel.load", None)
     rows, overrides = (['{"prompt": "import os"}'], REPORT[name][0]) if name in REPORT else (QUESTIONS[name][0], [])
     (tmp_path / "questions.jsonl").write_text("\n".join(rows) + "\n")

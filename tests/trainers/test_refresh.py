@@ -46,8 +46,8 @@ def load_policy(recipe: Recipe, **fields: Any) -> PreTrainedModel:
 
 
 def written_by(policy: PreTrainedModel) -> list[Rollout]:
-    """Greedy answers of 12 tokens to 40 prompts; a quarter is held out."""
-    prompts = torch.tensor([[170 + number, 20 + number % 5, 30 + number % 3] for number in range(40)])
+    """Greedy answers of 12 tokens to 32 prompts; a quarter is held out."""
+    prompts = torch.tensor([[170 + number, 20 + number % 5, 30 + number % 3] for number in range(32)])
     fields: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     texts = policy.eval().generate(prompts, attention_mask=torch.ones_like(prompts), **fields).tolist()
     mask = [False] * 3 + [True] * 12
@@ -73,16 +73,13 @@ def facts(policy: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def test_a_policy_is_as_before_and_its_next_step_has_the_same_bits(
-    recipe: Recipe, rollouts: list[Rollout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_policy_is_as_before_and_its_next_step_has_the_same_bits(recipe, rollouts, tmp_path, monkeypatch):
     policy = load_policy(recipe, attention_dropout=0.1).train()
     policy.model.layers[1].eval()  # modes may differ
     policy.model.layers[0].requires_grad_(False)
     text = torch.tensor([rollouts[0].tokens])
 
     def step() -> list[Tensor]:
-        """A forward and backward pass with dropout."""
         with torch.random.fork_rng(devices=[]):
             policy.zero_grad()
             output = policy(text, labels=text)
@@ -114,13 +111,13 @@ def test_a_head_follows_a_policy_that_has_moved(recipe: Recipe, tmp_path: Path) 
     """The policy learned to repeat a phrase. A head that never saw it accepts little, a refreshed one more."""
     policy = load_policy(recipe)
     phrase = torch.tensor([[*range(250, 256)] * 5])
-    optimizer = torch.optim.AdamW(policy.parameters(), 3e-3)
-    for _ in range(60):
+    optimizer = torch.optim.AdamW(policy.parameters(), 1e-2)
+    for _ in range(15):
         policy(phrase, labels=phrase).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     texts = written_by(policy)
-    fields: dict[str, Any] = {"steps": 30, "train": FAST}
+    fields: dict[str, Any] = {"steps": 12, "train": FAST}
     done = refresh(recipe.head_dir, texts, policy, tmp_path / "one", **fields)
     assert done.is_new
     assert done.verdict.candidate > done.verdict.served + 0.2
@@ -136,10 +133,8 @@ def test_a_head_follows_a_policy_that_has_moved(recipe: Recipe, tmp_path: Path) 
     assert (kept.head, kept.is_new) == (done.head, False)
 
 
-@pytest.mark.parametrize("candidates", [8, slow(100)])
-def test_no_head_that_accepts_less_is_returned(
-    recipe: Recipe, rollouts: list[Rollout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, candidates: int
-) -> None:
+@pytest.mark.parametrize("candidates", [5, slow(100)])
+def test_no_head_that_accepts_less_is_returned(recipe, rollouts, tmp_path, monkeypatch, candidates):
     """Random candidates against one head; what is written is what was judged."""
     frozen = FrozenTarget.from_folder(Path(recipe.target.path), torch.float32)
     served = load_head_for(recipe.head_dir, frozen)
@@ -220,17 +215,13 @@ def test_a_kill_at_any_time_leaves_whole_heads(recipe: Recipe, rollouts: list[Ro
         (lambda text: replace(text, states=torch.zeros(3, 4)), r"rollouts\[0\].states: \[3, 4\] given"),
     ],
 )
-def test_bad_rollouts_are_named(
-    recipe: Recipe, rollouts: list[Rollout], tmp_path: Path, change: Callable[[Rollout], Rollout], says: str
-) -> None:
+def test_bad_rollouts_are_named(recipe, rollouts, tmp_path, change, says):
     with pytest.raises(ValueError, match=says):
         refresh(recipe.head_dir, [change(rollouts[0])], load_policy(recipe), tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
-def test_weights_that_are_not_finite_are_named_and_a_head_of_another_target_is_refused(
-    recipe: Recipe, rollouts: list[Rollout], tmp_path: Path
-) -> None:
+def test_weights_that_are_not_finite_are_named_and_a_head_of_another_target_is_refused(recipe, rollouts, tmp_path):
     for name in ("model.layers.2.mlp.up_proj.weight", "lm_head.weight"):
         policy = load_policy(recipe)
         policy.get_parameter(name).data[0, 0] = torch.inf

@@ -1,7 +1,6 @@
 """Laws of warm starts: a run that starts from a trained head begins with its weights, vocabulary and acceptance."""
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from headstart.recipes.schema_heads import BlockSection, Eagle3Section
 from headstart.trainers import run
 from headstart.trainers.new_head import describe_vocabulary
 
-MakeRecipe = Callable[..., Recipe]
 BLOCK = ("head.kind=block", "head.block_size=4", "head.markov_rank=6", "head.taps=[2, 3, 4]", "train.unroll=4")
 
 
@@ -54,11 +52,9 @@ def logged(recipe: Recipe) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("fields", [(), pytest.param(BLOCK, marks=pytest.mark.slow)], ids=["eagle3", "block"])
-def test_a_run_begins_where_the_other_one_ended(
-    make_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str], fields: tuple[str, ...]
-) -> None:
+def test_a_run_begins_where_the_other_one_ended(make_recipe, capsys, fields):
     """Its first measurement is the other run's last one, on the same prompts; the end says what was gained."""
-    fields = *fields, "train.eval_prompts=1", "train.steps=4"
+    fields = *fields, "train.eval_prompts=1", "train.steps=2"
     first = make_recipe("first", *fields)
     run(first)
     tuned = make_recipe("tuned", *fields, f"train.start_from={first.head_dir}")
@@ -75,9 +71,7 @@ def test_a_run_begins_where_the_other_one_ended(
     assert torch.equal(*ids)
 
 
-def test_a_published_head_keeps_what_no_recipe_can_say(
-    make_recipe: MakeRecipe, frozen: FrozenTarget, tmp_path: Path
-) -> None:
+def test_a_published_head_keeps_what_no_recipe_can_say(make_recipe, frozen, tmp_path):
     """A norm over all taps together, as some published EAGLE-3 heads have one."""
     plain = new_head(Eagle3Section(kind="eagle3"), frozen, DraftVocab.full(300), seed=1)
     assert isinstance(plain, Eagle3Head)
@@ -101,9 +95,7 @@ def test_a_published_head_keeps_what_no_recipe_can_say(
         ("block", ["head={kind: block, block_size: 5}", "train.unroll=5"], "block_size: 5 in the recipe, 4 in the"),
     ],
 )
-def test_a_head_that_differs_from_the_recipe_is_refused_by_name(
-    make_recipe: MakeRecipe, frozen: FrozenTarget, tmp_path: Path, folder: str, fields: Sequence[str], said: str
-) -> None:
+def test_a_head_that_differs_from_the_recipe_is_refused_by_name(make_recipe, frozen, tmp_path, folder, fields, said):
     sections = Eagle3Section(kind="eagle3", draft_vocab_size=80), BlockSection(kind="block", block_size=4)
     section = next(each for each in sections if each.kind == folder)
     counts = FeatureStore(make_recipe("run").features_dir, "train").token_counts(300)

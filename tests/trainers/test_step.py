@@ -66,9 +66,7 @@ def start_training(recipe: Recipe) -> Training:
 @pytest.mark.parametrize(
     "head", ["{kind: eagle3, draft_vocab_size: 80}", "{kind: eagle1}", "{kind: block, block_size: 4}"]
 )
-def test_micro_batches_give_the_loss_and_gradient_of_the_whole_batch(
-    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, head: str
-) -> None:
+def test_micro_batches_give_the_loss_and_gradient_of_the_whole_batch(make_recipe, monkeypatch, head):
     """The samples differ in length, in supervised tokens and, for EAGLE-1, in input noise."""
     options = f"head={head}", "train.batch_size=7", f"train.unroll={4 if 'block' in head else 3}"
     if "eagle3" not in head:
@@ -94,9 +92,7 @@ def test_micro_batches_give_the_loss_and_gradient_of_the_whole_batch(
     ],
 )
 @pytest.mark.parametrize("split", ["train", "heldout"])
-def test_a_run_without_a_token_to_learn_stops_before_its_first_step(
-    make_recipe: Callable[..., Recipe], head: str, trained_on: list[int], split: str
-) -> None:
+def test_a_run_without_a_token_to_learn_stops_before_its_first_step(make_recipe, head, trained_on, split):
     recipe = make_recipe("run", f"head={head}")
     shutil.rmtree(recipe.features_dir)  # it has the taps of an EAGLE-3 head
     training = start_training(recipe)
@@ -113,9 +109,7 @@ def test_a_run_without_a_token_to_learn_stops_before_its_first_step(
         refuse_nothing_to_learn(replace(training, inputs=replace(training.inputs, **spoiled)))
 
 
-def test_one_micro_batch_of_features_is_in_memory_at_a_time(
-    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_micro_batch_of_features_is_in_memory_at_a_time(make_recipe, monkeypatch):
     alive: list[weakref.ref[TrainingBatch]] = []
     most, on_device = [0], TrainingBatch.to
 
@@ -150,7 +144,6 @@ def test_one_micro_batch_of_features_is_in_memory_at_a_time(
     ],
 )
 def test_training_in_bfloat16_follows_training_in_float32(make_recipe: Callable[..., Recipe], head: str) -> None:
-    """For every kind of head: the loss of each step is close, and weights and AdamW's state are float32."""
     shutil.rmtree(make_recipe("run").features_dir)  # it holds the taps of one kind
     losses = {}
     for precision in ("float32", "bfloat16"):
@@ -177,9 +170,7 @@ def test_training_on_a_gpu_allows_tf32_and_leaves_it_off_for_everything_else() -
     assert not matmul.allow_tf32
 
 
-def test_a_launch_that_contradicts_the_recipe_is_refused(
-    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_that_contradicts_the_recipe_is_refused(make_recipe, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(ValueError, match=r"train\.precision: bfloat16 .* contradicts --mixed_precision fp16"):
         run(make_recipe("run", "train.precision=bfloat16"))
@@ -213,9 +204,7 @@ def test_the_learning_rates_of_both_optimizers_are_a_function_of_the_step_alone(
 
 
 @pytest.mark.parametrize("shape", [(6, 16), (16, 6)])
-def test_muon_without_bfloat16_instructions_iterates_in_float32(
-    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_muon_without_bfloat16_instructions_iterates_in_float32(shape, monkeypatch):
     def trained(optimizer_class: type[torch.optim.Muon]) -> Tensor:
         generator = torch.Generator().manual_seed(0)
         weight = nn.Parameter(torch.randn(shape, generator=generator))

@@ -122,10 +122,8 @@ def attended(
 
 
 def reference_loss(head: Eagle3Head, samples: list[Sample], target_logits: list[Tensor]) -> tuple[Tensor, int]:
-    """EAGLE-3's training-time test written out: each sample alone, masks in full, shifts by position.
-
-    Also counts the positions whose target argmax the head cannot draft.
-    """
+    """EAGLE-3's training-time test written out: each sample alone, masks in full, shifts by position. Also the number
+    of positions whose target argmax the head cannot draft."""
     layer, attention, shape, ids = head.midlayer, head.midlayer.self_attn, head.shape, head.vocab.ids
     sums, counts, outside = [torch.zeros(()) for _ in range(UNROLL)], [0] * UNROLL, 0
     for sample, target in zip(samples, target_logits, strict=True):
@@ -155,9 +153,7 @@ def reference_loss(head: Eagle3Head, samples: list[Sample], target_logits: list[
 
 
 @pytest.mark.parametrize("section", VARIANTS.values(), ids=VARIANTS)
-def test_the_loss_of_eagle_3_is_that_of_the_paper_written_out(
-    harvested: Path, frozen: FrozenTarget, samples: list[Sample], section: dict[str, Any]
-) -> None:
+def test_the_loss_of_eagle_3_is_that_of_the_paper_written_out(harvested, frozen, samples, section):
     head = random_head(harvested, frozen, **section)
     model = AutoModelForCausalLM.from_pretrained(harvested / "target", dtype=torch.float32)
     with torch.no_grad():
@@ -176,11 +172,8 @@ def test_the_loss_of_eagle_3_is_that_of_the_paper_written_out(
 def reference_eagle1_loss(
     head: Eagle1Head, samples: list[Sample], outputs: list[tuple[Tensor, Tensor]], noise: Tensor
 ) -> Tensor:
-    """EAGLE-1's unrolled loss written out: each sample alone, masks in full.
-
-    `outputs` are the target's logits and its last hidden states after the final norm. The noise is added to the states
-    that the head reads, and not to those that it predicts.
-    """
+    """EAGLE-1's unrolled loss written out: each sample alone, masks in full. `outputs` are the target's logits and its
+    normed last hidden states. The noise is added to the states that the head reads, not to those that it predicts."""
     [layer] = head.layers
     assert isinstance(layer, Eagle1Layer)
     assert head.input_scale is not None
@@ -251,9 +244,7 @@ def each_head(harvested: Path, frozen: FrozenTarget) -> list[tuple[LevelHead, Ob
 
 
 @pytest.mark.parametrize("positions", [slow(1), 7])
-def test_chunks_and_activation_checkpoints_change_neither_loss_nor_gradient(
-    harvested: Path, frozen: FrozenTarget, samples: list[Sample], monkeypatch: pytest.MonkeyPatch, positions: int
-) -> None:
+def test_chunks_and_checkpoints_change_neither_loss_nor_gradient(harvested, frozen, samples, monkeypatch, positions):
     """A step that is computed again must see exactly the keys that it saw the first time."""
     for head, objective in each_head(harvested, frozen):
         batch = batch_for(head, samples)
@@ -270,9 +261,7 @@ def test_chunks_and_activation_checkpoints_change_neither_loss_nor_gradient(
         assert_close(gradients(head, chunked), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_no_tensor_holds_the_logits_of_all_positions(
-    harvested: Path, frozen: FrozenTarget, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_tensor_holds_the_logits_of_all_positions(harvested, frozen, samples, monkeypatch):
     """Neither the head's logits nor the target's, forward or backward."""
     head, batch = random_head(harvested, frozen, draft_vocab_size=90), TrainingBatch.collate(samples * 2, torch.float32)
     largest = {90: 0, 300: 0}  # positions of a tensor over the draft vocabulary, and over the target's
@@ -295,9 +284,7 @@ def test_no_tensor_holds_the_logits_of_all_positions(
     assert largest[90] <= max(32, 6 * 300 // 90)
 
 
-def test_a_batch_without_a_supervised_position_has_no_loss_and_no_gradient(
-    harvested: Path, frozen: FrozenTarget, samples: list[Sample]
-) -> None:
+def test_a_batch_without_a_supervised_position_has_no_loss_and_no_gradient(harvested, frozen, samples):
     """Such a batch may be all that a rank gets."""
     head, batch = random_head(harvested, frozen, draft_vocab_size=90), TrainingBatch.collate(samples, torch.float32)
     batch.loss_mask.zero_()

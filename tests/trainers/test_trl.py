@@ -34,8 +34,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 
 class Recorder(TrainerCallback):
-    """Keeps the answers and rewards of each generation."""
-
     def __init__(self) -> None:
         self.texts: list[list[list[int]]] = []
 
@@ -48,7 +46,7 @@ def make_trainer(recipe: Recipe, folder: Path, recorder: Recorder, steps: int = 
     tokenizer = AutoTokenizer.from_pretrained(recipe.target.path, pad_token="<end>")
     policy = AutoModelForCausalLM.from_pretrained(recipe.target.path, dtype="float32")
     config = GRPOConfig(
-        str(folder), max_steps=steps, per_device_train_batch_size=8, num_generations=4, steps_per_generation=2,
+        str(folder), max_steps=steps, per_device_train_batch_size=4, num_generations=2, steps_per_generation=2,
         max_completion_length=8, learning_rate=1e-2, use_cpu=True, bf16=False, report_to="none", save_strategy="no",
         disable_tqdm=True, seed=1,
     )  # fmt: skip
@@ -65,9 +63,7 @@ def trained(recipe: Recipe, folder: Path, **fields: Any) -> tuple[list[Any], dic
     return recorder.texts, {name: each.clone() for name, each in trainer.model.state_dict().items()}, callback
 
 
-def test_training_is_the_same_without_drafts_with_a_frozen_head_and_with_new_ones(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_is_the_same_without_drafts_with_a_frozen_head_and_with_new_ones(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(refreshing, "judge", lambda *_: BETTER)
     monkeypatch.setattr(refreshing, "LEAST", 1)
     monkeypatch.setattr(refreshing, "is_held_out", lambda prompt: sum(prompt) % 2 == 0)
@@ -103,9 +99,7 @@ class InThisProcess:
 
 
 @pytest.mark.parametrize("pretended", [True, slow(False)])
-def test_a_process_beside_the_trainer_makes_the_same_head(
-    recipe: Recipe, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, pretended: bool
-) -> None:
+def test_a_process_beside_the_trainer_makes_the_same_head(recipe, tmp_path, capfd, monkeypatch, pretended):
     if pretended:
         monkeypatch.setattr("headstart.trl.subprocess.Popen", InThisProcess)
         monkeypatch.setattr(os, "nice", lambda _: None)
@@ -138,9 +132,7 @@ def test_rollouts_are_the_texts_without_padding_and_tools_are_not_learned(recipe
     assert [each.tokens for each in callback.rollouts] == [[7, 8, 9, 12, 13, 14]]
 
 
-def test_a_refresh_that_fails_leaves_the_old_head(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refresh_that_fails_leaves_the_old_head(recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("headstart.trl.refresh", lambda *_, **__: load_head(tmp_path / "nowhere", recipe.target.path))
     texts, _, callback = trained(recipe, tmp_path, every=1)
     assert len(texts) == 2
@@ -181,9 +173,7 @@ class Client:
 
 
 @pytest.mark.parametrize("code", [200, 500])
-def test_a_vllm_server_gets_the_new_head_in_a_session_for_drafts(
-    recipe: Recipe, tmp_path: Path, code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_vllm_server_gets_the_new_head_in_a_session_for_drafts(recipe, tmp_path, code, capsys):
     trainer: Any = make_trainer(recipe, tmp_path, Recorder())
     callback = RefreshCallback(trainer, recipe.head_dir, tmp_path / "heads")
     made = tmp_path / "heads/made"
