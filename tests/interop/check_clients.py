@@ -52,13 +52,9 @@ def lm_eval(server: Server) -> dict[str, list[str]]:
     work.mkdir(exist_ok=True)
     rows = [{"question": f"{one} + {one} =", "choices": [str(2 * one), "7"], "answer": 0} for one in (1, 2, 4)]
     (work / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shared = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(work / "sums.jsonl")}},
-        "test_split": "test",
-        "doc_to_text": "{{question}}",
-        "metadata": {"version": 1},
-    }
+    files = {"data_files": {"test": str(work / "sums.jsonl")}}
+    shared: dict[str, Any] = {"dataset_path": "json", "dataset_kwargs": files, "test_split": "test"}
+    shared |= {"doc_to_text": "{{question}}", "metadata": {"version": 1}}
     choice: dict[str, Any] = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer"}
     stops = {"generation_kwargs": {"until": ["\n"], "max_gen_toks": 8}}
     written: dict[str, Any] = {"output_type": "generate_until", "doc_to_target": "{{choices[answer]}}", **stops}
@@ -158,10 +154,8 @@ def serving(target: Path) -> Iterator[str]:
     """The address of a server of this target."""
     command = [sys.executable, "-m", "headstart.cli", "serve", "--target", str(target), "--dtype", "float32"]
     path = FOLDER / "server.log"  # a pipe would fill, and the server would wait for a reader
-    with (
-        path.open("w") as log,
-        subprocess.Popen([*command, "--port", "0"], cwd=ROOT, stdout=log, stderr=log) as process,
-    ):
+    command += ["--port", "0"]
+    with path.open("w") as log, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as process:
         try:
             while (found := re.search(r"^http://\S+(?=/ )", path.read_text(), re.MULTILINE)) is None:
                 assert process.poll() is None, path.read_text()

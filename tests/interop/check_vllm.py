@@ -86,16 +86,8 @@ def decode(head: Path, prompts: list[list[int]]) -> tuple[list[list[int]], int, 
 
 def in_vllm(python: str, folder: Path, case: Case, prompts: list[list[int]]) -> dict[str, Any]:
     job, result = WORK / "job.json", WORK / "result.json"
-    content = {
-        "target": str(TARGET),
-        "head": str(folder),
-        "method": case.method,
-        "parallel": case.parallel,
-        "draft_tokens": DRAFT_TOKENS,
-        "prompts": prompts,
-        "max_new_tokens": NEW_TOKENS,
-        "result": str(result),
-    }
+    content = {"target": str(TARGET), "head": str(folder), "method": case.method, "parallel": case.parallel}
+    content |= {"draft_tokens": DRAFT_TOKENS, "prompts": prompts, "max_new_tokens": NEW_TOKENS, "result": str(result)}
     job.write_text(json.dumps(content))
     result.unlink(missing_ok=True)
     with (WORK / "vllm.log").open("a") as log:

@@ -16,22 +16,15 @@ from headstart.cli import overview
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/*.md")
 CONFIGURATIONS = ("recipes/*.yaml", "recipes/launch/*")
-MODULES = (
-    *(
-        f"{folder}/**/*.py"
-        for folder in ("recipes", "heads", "inference", "data_pipelines", "trainers", "benchmarks", "examples")
-    ),
-    "headstart/*.py",
-    "tests/interop/*.py",
-)
+FOLDERS = "recipes", "heads", "inference", "data_pipelines", "trainers", "benchmarks", "examples"
+MODULES = *(f"{folder}/**/*.py" for folder in FOLDERS), "headstart/*.py", "tests/interop/*.py"
 DOCSTRING = re.compile(r'(?:#.*\n|\n)*r?"""(.*?)"""', re.DOTALL)
 SETTINGS = r"(?:[A-Z_]+=\S+ )*"
 PROGRAM = rf"{SETTINGS}(?:make|headstart|accelerate launch|python3?|pip|srun|sbatch|VENV/bin/pip) (?=\S)"
 EXAMPLE = re.compile(rf"(?:{PROGRAM}|from headstart import )")
 IN_TEXT = re.compile(rf"`({PROGRAM}[^`]+)`")
-NAME_ONLY = re.compile(
-    r"headstart [a-z]+|accelerate launch -m [\w.]+"
-)  # in running text this names a command; nobody types it so
+# In running text this names a command; nobody types it so.
+NAME_ONLY = re.compile(r"headstart [a-z]+|accelerate launch -m [\w.]+")
 
 
 @dataclass(frozen=True)

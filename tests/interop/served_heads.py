@@ -27,11 +27,8 @@ WORK = Path("runs/interop")
 TARGET, DEMO_HEAD = Path("assets/demo_target"), Path("assets/demo_head")
 DRAFT_TOKENS = 3
 TRAIN_BRIEFLY = (
-    "data.num_prompts=96",
-    "data.response_tokens=64",
-    "data.heldout_samples=8",
-    "train.steps=100",
-    "train.eval_prompts=2",
+    *("data.num_prompts=96", "data.response_tokens=64", "data.heldout_samples=8"),
+    *("train.steps=100", "train.eval_prompts=2"),
 )
 
 
@@ -81,9 +78,7 @@ def other_norms(frozen: FrozenTarget) -> Path:
     return changed(frozen, "other_norms", more, fc_norm=False, norm_before_fc=True, norm_before_residual=True)
 
 
-def changed(
-    frozen: FrozenTarget, name: str, weights: dict[str, torch.Tensor], vocab: DraftVocab | None = None, **shape: Any
-) -> Path:
+def changed(frozen: FrozenTarget, name: str, weights: Any, vocab: DraftVocab | None = None, **shape: Any) -> Path:
     """The bundled head with these weights, this draft vocabulary and these fields of its shape replaced."""
     old = demo_head(frozen)
     vocab = vocab or old.vocab
@@ -146,14 +141,9 @@ def block(frozen: FrozenTarget, name: str, *fields: str) -> Path:
 
     All layers get the norm of keys of the first: on a CPU vLLM applies that one in every layer.
     """
-    sizes = (
-        f"head.block_size={DRAFT_TOKENS + 1}",
-        "head.markov_rank=0",
-        f"train.unroll={DRAFT_TOKENS}",
-        f"decode.depth={DRAFT_TOKENS}",
-        f"data.folder={WORK / 'dflash'}",
-    )
-    head = load_head_for(trained(name, "trainers/block.py", "recipes/tiny_block.yaml", *sizes, *fields), frozen)
+    sizes = f"head.block_size={DRAFT_TOKENS + 1}", f"train.unroll={DRAFT_TOKENS}", f"decode.depth={DRAFT_TOKENS}"
+    fields = (*sizes, "head.markov_rank=0", f"data.folder={WORK / 'dflash'}", *fields)
+    head = load_head_for(trained(name, "trainers/block.py", "recipes/tiny_block.yaml", *fields), frozen)
     state = head.state_dict()
     for key in state:
         if key.endswith("self_attn.k_norm.weight"):

@@ -42,12 +42,9 @@ def test_commands_are_found_in_blocks_text_and_comments(tmp_path: Path) -> None:
         "    headstart train RECIPE $DATA \\\n        e.f=3   # a comment\n\n```python\nimport headstart\n```\n"
     )
     name = "headstart train RECIPE a.b=1 c.d=2 e.f=3"
-    assert in_text_and_blocks(page) == ["import headstart\n", name, "make lint", "headstart report RECIPE"]
+    found = [each.command for each in in_document(page, page.parent)]
+    assert found == ["import headstart\n", name, "make lint", "headstart report RECIPE"]
     assert list(indented(["  make demo", " make prose of it"], "  ")) == ["make demo"]
-
-
-def in_text_and_blocks(page: Path) -> list[str]:
-    return [each.command for each in in_document(page, page.parent)]
 
 
 def test_every_recipe_is_still_one_when_it_is_made_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,9 +65,8 @@ def test_the_site_shows_every_page() -> None:
     navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     named = re.findall(r"[\w/]+\.md", str(navigation))
     top = ["index.md", "changelog.md", "contributing.md"]  # docs/site_hooks.py makes these
-    assert sorted(named) == sorted(
-        [*top, *(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))]
-    )
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(named) == sorted([*top, *pages])
 
 
 GENERATED = "<!-- What follows is written by"  # a table of all model types

@@ -62,22 +62,25 @@ def openai(url: str, model: str) -> Uses:
     from openai import OpenAI
 
     client = OpenAI(base_url=url, api_key="none", max_retries=0)
+    responses = client.responses
 
     def chat(**fields: Any) -> Any:
         return client.chat.completions.create(model=model, messages=ASKED, **{"max_tokens": 100, **fields})
 
     def respond(**fields: Any) -> Any:
-        return client.responses.create(model=model, input=QUESTION, **{"max_output_tokens": 100, **fields})
+        return responses.create(model=model, input=QUESTION, **{"max_output_tokens": 100, **fields})
+
+    def complete(**fields: Any) -> Any:
+        return client.completions.create(model=model, prompt="The sky", **fields)
 
     def streamed_call() -> None:
-        with client.chat.completions.stream(
-            model=model, messages=ASKED, tools=TOOLS, tool_choice=NAMED, max_tokens=100
-        ) as stream:
+        forced: Any = {"tools": TOOLS, "tool_choice": NAMED, "max_tokens": 100}
+        with client.chat.completions.stream(model=model, messages=ASKED, **forced) as stream:
             final = stream.get_final_completion()
         need_call(final.choices[0].message.tool_calls)
 
     def streamed_response() -> None:
-        with client.responses.stream(model=model, input=QUESTION, text_format=Cat) as stream:
+        with responses.stream(model=model, input=QUESTION, text_format=Cat) as stream:
             deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
         assert "".join(deltas) == need(stream.get_final_response().output_text)
 
@@ -96,17 +99,11 @@ def openai(url: str, model: str) -> Uses:
         ),
         "chat, tool named": lambda: need_call(chat(tools=TOOLS, tool_choice=NAMED).choices[0].message.tool_calls),
         "chat, tool streamed": streamed_call,
-        "completion, logprobs": lambda: client.completions.create(
-            model=model, prompt="The sky", max_tokens=4, logprobs=2
-        ),
-        "completion, echo and logprobs": lambda: client.completions.create(
-            model=model, prompt="The sky", max_tokens=1, logprobs=1, echo=True
-        ),
+        "completion, logprobs": lambda: complete(max_tokens=4, logprobs=2),
+        "completion, echo and logprobs": lambda: complete(max_tokens=1, logprobs=1, echo=True),
         "response": lambda: need(respond(max_output_tokens=SHORT).output_text),
         "response, streamed": streamed_response,
-        "response, parsed": lambda: need(
-            client.responses.parse(model=model, input=QUESTION, text_format=Cat).output_parsed
-        ),
+        "response, parsed": lambda: need(responses.parse(model=model, input=QUESTION, text_format=Cat).output_parsed),
         "response, tool required": lambda: need_call(respond(tools=FLAT_TOOLS, tool_choice="required").output),
     }
 
@@ -117,33 +114,29 @@ def langchain(url: str, model: str) -> Uses:
     from langchain_openai import ChatOpenAI, OpenAI
 
     def chat(**fields: Any) -> Any:
-        return ChatOpenAI(
-            **{"base_url": url, "api_key": "none", "model": model, "max_retries": 0, "max_tokens": 100, **fields}
-        )
+        shared = {"base_url": url, "api_key": "none", "model": model, "max_retries": 0, "max_tokens": 100}
+        return ChatOpenAI(**{**shared, **fields})
 
     def call(asked: Any, **fields: Any) -> None:
         found = need(asked.bind_tools([tool(weather)], **fields).invoke(QUESTION).tool_calls, "a call")
         assert {call["name"] for call in found} == {"weather"}
 
+    def structured(**fields: Any) -> None:
+        need(chat().with_structured_output(Cat, **fields).invoke(QUESTION))
+
     call_made = {"name": "weather", "args": {"city": "Paris"}, "id": "1"}
     history = [HumanMessage(QUESTION), AIMessage("", tool_calls=[call_made]), ToolMessage("sunny", tool_call_id="1")]
-    short = chat(max_tokens=SHORT)
+    short, counted = chat(max_tokens=SHORT), chat(max_tokens=SHORT, stream_usage=True)
     return {
         "invoke": lambda: need(short.invoke(QUESTION).content),
         "stream": lambda: need("".join(str(chunk.content) for chunk in short.stream(QUESTION))),
-        "stream usage": lambda: need(
-            [chunk for chunk in chat(max_tokens=SHORT, stream_usage=True).stream(QUESTION) if chunk.usage_metadata]
-        ),
+        "stream usage": lambda: need([each for each in counted.stream(QUESTION) if each.usage_metadata]),
         "batch": lambda: short.batch(["a", "b", "c"]),
-        "structured output": lambda: need(chat().with_structured_output(Cat).invoke(QUESTION)),
-        "structured output, function_calling": lambda: need(
-            chat().with_structured_output(Cat, method="function_calling").invoke(QUESTION)
-        ),
+        "structured output": structured,
+        "structured output, function_calling": lambda: structured(method="function_calling"),
         "tools": lambda: short.bind_tools([tool(weather)]).invoke(QUESTION),
         "tools, any": lambda: call(chat(), tool_choice="any"),
-        "tools, strict, not parallel": lambda: call(
-            chat(), strict=True, parallel_tool_calls=False, tool_choice="weather"
-        ),
+        "tools, strict": lambda: call(chat(), strict=True, parallel_tool_calls=False, tool_choice="weather"),
         "tools, their results": lambda: short.bind_tools([tool(weather)]).invoke(history),
         "Responses API": lambda: need(chat(use_responses_api=True).invoke(QUESTION).text),
         "Responses API, tools": lambda: call(chat(use_responses_api=True), tool_choice="any"),

@@ -18,6 +18,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from documented_commands import ROOT, documented_commands
 from walk_plan import PREPARED, Walked, outputs, plan, shrink_recipe
@@ -93,17 +94,8 @@ def run(walked: Walked, clone: Path, log: Path) -> Result:
         out.write(f"$ {walked.command}\n")
         out.flush()
         try:
-            ended = subprocess.run(
-                command,
-                cwd=clone,
-                env=environment(clone),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                timeout=LIMIT,
-                check=False,
-            )
-            code = ended.returncode
+            pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+            code = subprocess.run(command, cwd=clone, env=environment(clone), timeout=LIMIT, **pipes).returncode
         except subprocess.TimeoutExpired:
             code = -1
     seconds = time.perf_counter() - start
@@ -116,15 +108,10 @@ def run(walked: Walked, clone: Path, log: Path) -> Result:
 def environment(clone: Path) -> dict[str, str]:
     """A user's shell in the clone after `. .venv/bin/activate`; nothing is downloaded but packages."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MAKEFLAGS", "MAKELEVEL")}
-    return {
-        **kept,
-        "VIRTUAL_ENV": str(clone / ".venv"),
-        "PATH": f"{clone / '.venv/bin'}{os.pathsep}{os.environ['PATH']}",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",  # or other work on the machine would slow the walk down many times
-        "THREADS": "1",
-        "PYTEST_ADDOPTS": TESTS,
-    }
+    path = f"{clone / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"
+    # One thread: other work on the machine would slow several down many times.
+    fixed = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "THREADS": "1", "PYTEST_ADDOPTS": TESTS}
+    return {**kept, **fixed, "VIRTUAL_ENV": str(clone / ".venv"), "PATH": path}
 
 
 def shown(walked: Walked) -> str:

@@ -11,23 +11,11 @@ from documented_commands import Documented
 
 # The sizes of every recipe in the clone; an override in a command gets the same value.
 SIZES: dict[str, Any] = {
-    "data.num_prompts": 12,
-    "data.prompt_tokens": 32,
-    "data.response_tokens": 12,
-    "data.generate_batch": 12,
-    "data.harvest_batch": 4,
-    "data.heldout_samples": 4,
-    "data.shard_samples": 6,
-    "train.steps": 4,
-    "train.batch_size": 4,
-    "train.accumulate": 1,
-    "train.warmup_steps": 1,
-    "train.checkpoint_every": 2,
-    "train.eval_prompts": 1,
-    "joint.warmup_steps": 1,
-    "decode.max_new_tokens": 12,
-    "report.num_prompts": 2,
-}
+    "data.num_prompts": 12, "data.prompt_tokens": 32, "data.response_tokens": 12, "data.generate_batch": 12,
+    "data.harvest_batch": 4, "data.heldout_samples": 4, "data.shard_samples": 6, "train.steps": 4,
+    "train.batch_size": 4, "train.accumulate": 1, "train.warmup_steps": 1, "train.checkpoint_every": 2,
+    "train.eval_prompts": 1, "joint.warmup_steps": 1, "decode.max_new_tokens": 12, "report.num_prompts": 2,
+}  # fmt: skip
 # Large models are replaced by the demo target, and heads get sizes that fit it.
 TINY_TARGET: dict[str, Any] = {
     "target.path": "assets/demo_target",
@@ -36,14 +24,8 @@ TINY_TARGET: dict[str, Any] = {
     "data.heldout_prompts": "data/heldout_prompts.jsonl",
     "data.self_system_prompts": None,
     "data.self_pictures": None,
-    "head.hidden_size": 64,
-    "head.intermediate_size": 96,
-    "head.num_heads": 4,
-    "head.num_kv_heads": 2,
-    "head.draft_vocab_size": 512,
-    "head.taps": [2, 8, 13],
-    "head.lm_head_rank": 8,
-    "head.mask_token_id": 1023,
+    **{"head.hidden_size": 64, "head.intermediate_size": 96, "head.num_heads": 4, "head.num_kv_heads": 2},
+    **{"head.draft_vocab_size": 512, "head.taps": [2, 8, 13], "head.lm_head_rank": 8, "head.mask_token_id": 1023},
 }
 # Placeholders of the documents for a path or number of the user's own.
 STAND_INS = {

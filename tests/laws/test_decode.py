@@ -1,27 +1,32 @@
 """The law of decoding: a drafter changes how fast a text is written, never a token of it, however it is sampled."""
 
 import itertools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from families import FAMILIES, SOME_FAMILIES, WINDOW, make_family
 from matrix import slow_unless
-from scripted import DRAFTERS, HalfRightHead, Hidden, Listener, Oracle, Texts, blocks_of
+from scripted import DRAFTERS, LOPSIDED, HalfRightHead, Hidden, Listener, Oracle, Texts, blocks_of
 from shared_fixtures import HeadFactory
+from tiny_run import make_dense
 
-from headstart.heads.kinds.eagle3 import Eagle3Head, Eagle3Shape
-from headstart.heads.target_config import Rope
+from headstart.heads.base import DraftHead
+from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.drafter import Drafter, NoDrafter
 from headstart.inference.core.history import History
 from headstart.inference.core.request import DecodeStats, Generation, Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
-from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.for_heads import head_drafter
+from headstart.inference.drafters.growth import Dynamic, Growth
 from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.drafters.lookup import Lookup
+from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.engine.loop import generate, generate_batch
 from headstart.inference.targets.model import TargetModel
+from headstart.recipes.schema_heads import BlockSection, Eagle3Section, HeadSection, PEagleSection
 
 PROMPT, NEW_TOKENS = [5, 6, 7, 11], 13
 INF = float("inf")
@@ -33,17 +38,7 @@ SAMPLINGS = {
     "T=0.7, top-p": Sampling(0.7, top_p=0.9, seed=4),
     "T=1, min-p": Sampling(1.0, min_p=0.1, seed=5),
     "greedy, penalties": Sampling(repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.7),
-    "all at once": Sampling(
-        0.8,
-        top_k=40,
-        top_p=0.95,
-        min_p=0.01,
-        repetition_penalty=1.2,
-        presence_penalty=-0.3,
-        frequency_penalty=1.5,
-        logit_bias=((5, -INF), (90, 2.5), (3, 1.0)),
-        seed=6,
-    ),
+    "all at once": Sampling(0.8, 40, 0.95, 0.01, 1.2, -0.3, 1.5, logit_bias=((5, -INF), (90, 2.5), (3, 1.0)), seed=6),
 }
 Plain = Callable[..., list[int]]
 Drafting = Callable[..., Drafter]
@@ -83,9 +78,7 @@ WITH_ALL_SAMPLINGS = ("half right head, fixed tree", "truth hidden in a tree")
         if drafter_name in WITH_ALL_SAMPLINGS or sampling_name in MAIN_NAMES
     ],
 )
-def test_any_drafter_writes_what_plain_decoding_writes(
-    target: TargetModel, make_drafter: Drafting, plain: Plain, drafter_name: str, sampling: Sampling
-) -> None:
+def test_any_drafter_writes_what_plain_decoding_writes(target, make_drafter, plain, drafter_name, sampling) -> None:
     wanted = plain(sampling)
     drafter = make_drafter(drafter_name, PROMPT + wanted)
     assert generate(target, PROMPT, NEW_TOKENS, sampling, drafter).tokens == wanted
@@ -107,13 +100,19 @@ def test_plain_decoding_equals_one_full_forward_per_token(target: TargetModel, p
         assert plain(sampling) != plain(Sampling())
 
 
-def random_head(target: TargetModel) -> Eagle3Head:
-    """A head with random weights for any target; it uses a default rotary embedding instead of the target's."""
-    sizes: dict[str, Any] = {"intermediate_size": 40, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-    shape = Eagle3Shape(hidden_size=32, **sizes, taps=target.taps, rope=Rope())
-    head = Eagle3Head(shape, target.frozen, DraftVocab.full(97))
-    for parameter in head.parameters():
-        torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.3)
+SIZES: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "taps": (0, 1, 2)}
+SECTIONS: tuple[HeadSection, ...] = (
+    Eagle3Section(kind="eagle3", **SIZES),
+    BlockSection(kind="block", block_size=4, markov_rank=6, **SIZES),
+    BlockSection(kind="block", block_size=4, markov_rank=0, **SIZES),
+    PEagleSection(kind="peagle", depths=4, num_layers=2, **SIZES),
+)
+
+
+def random_head(section: HeadSection, target: TargetModel) -> DraftHead:
+    """A head for any target, with no weight at zero."""
+    head = new_head(section, target.frozen, DraftVocab.full(97), seed=1)
+    make_dense(head)
     return head.eval().requires_grad_(False)
 
 
@@ -129,10 +128,16 @@ def test_every_family_decodes_losslessly_alone_and_in_batches(family: str) -> No
     requests = [Request([*range(length)], count, next(samplings)) for length in lengths]
     wanted = [generate(target, request.prompt, count, request.sampling).tokens for request in requests]
     whole = [request.prompt + text for request, text in zip(requests, wanted, strict=True)]
-    for drafter in (Hidden(*whole), HeadDrafter(random_head(target), Dynamic(3, 3, 8))):
-        for max_batch in (1, 4):
-            found = generate_batch(target, requests, drafter, max_batch)
-            assert [generation.tokens for generation in found] == wanted, (drafter, max_batch)
+    assert [each.tokens for each in generate_batch(target, requests, Hidden(*whole), 1)] == wanted
+    heads = [head_drafter(random_head(section, target), Dynamic(2, 12, 36)) for section in SECTIONS]
+    draft, accepted = TargetModel(FAMILIES[family](), ()), list[float]()
+    models = [ModelDrafter(draft, growth, target) for growth in (Dynamic(4, 3, 9), LOPSIDED, Dynamic.chain(4))]
+    for drafter in (Hidden(*whole), Lookup(Growth(5, 3, 12)), *heads, *models):
+        found = generate_batch(target, requests, drafter, 4)
+        assert [generation.tokens for generation in found] == wanted, drafter
+        accepted += [each.stats.acceptance_length for each in found if drafter in heads]
+    assert max(accepted) > 1
+    assert all(each.stats.steps == 1 for each in found)  # the draft model's copy of the target is always right
     for request, text in zip(requests, whole, strict=True):
         if request.sampling == Sampling():
             choices = target.model(torch.tensor([text]), use_cache=False).logits[0].argmax(-1)
@@ -140,9 +145,7 @@ def test_every_family_decodes_losslessly_alone_and_in_batches(family: str) -> No
 
 
 @main_samplings
-def test_a_drafter_receives_the_taps_of_a_forward_over_the_text(
-    target: TargetModel, plain: Plain, sampling: Sampling
-) -> None:
+def test_a_drafter_receives_the_taps_of_a_forward_over_the_text(target, plain, sampling) -> None:
     """Every position comes exactly once. Wrong taps would only lower acceptance, so no text would show them."""
     text = PROMPT + plain(sampling)
     listener = Listener(text)
@@ -168,26 +171,19 @@ def test_a_drafter_receives_the_taps_of_a_forward_over_the_text(
 @pytest.mark.each_value
 @main_samplings
 @pytest.mark.parametrize("depth", [1, 5])
-def test_an_oracles_acceptance_length_is_its_depth_plus_the_bonus_token(
-    target: TargetModel, plain: Plain, depth: int, sampling: Sampling
-) -> None:
+def test_an_oracles_acceptance_length_is_its_depth_plus_the_bonus_token(target, plain, depth, sampling) -> None:
     new_tokens = 1 + 3 * (depth + 1)  # prefill gives the first one
     text = PROMPT + plain(sampling, count=20)
     result = generate(target, PROMPT, new_tokens, sampling, Oracle(text, ahead=depth))
-    assert result.stats.acceptance_length == depth + 1
-    assert result.stats.steps == 3
-    assert result.stats.drafted == 3 * depth
-    assert result.stats.accepted_at_depth == [3] * depth
-    assert result.stats.acceptance == [1] * depth
-    assert result.stats.bytes_moved == 0
+    stats = result.stats
+    assert (stats.acceptance_length, stats.steps, stats.drafted) == (depth + 1, 3, 3 * depth)
+    assert (stats.accepted_at_depth, stats.acceptance, stats.bytes_moved) == ([3] * depth, [1] * depth, 0)
     hidden = generate(target, PROMPT, new_tokens, sampling, Hidden(text, ahead=depth)).stats
     assert hidden.acceptance_length == depth + 1
     assert hidden.bytes_moved > 0
 
 
-def test_drafts_of_a_half_right_head_are_accepted_to_varying_depths(
-    target: TargetModel, make_drafter: Drafting, plain: Plain
-) -> None:
+def test_drafts_of_a_half_right_head_are_accepted_to_varying_depths(target, make_drafter, plain) -> None:
     """Without such a head the laws above would prove little: drafts would be either all rejected or all accepted."""
     for sampling in (Sampling(), Sampling(1.0, seed=2)):
         drafter = make_drafter("half right head, tree", PROMPT + plain(sampling, count=20))
@@ -213,17 +209,13 @@ def test_an_end_token_on_an_accepted_path_ends_the_text_where_plain_decoding_end
 
 
 @main_samplings
-def test_logprobs_are_the_targets_own(
-    target: TargetModel, make_drafter: Drafting, plain: Plain, sampling: Sampling
-) -> None:
-    """They equal log p of each new token in one full forward at temperature 1, whatever the sampling."""
+def test_logprobs_are_the_targets_own(target, make_drafter, plain, sampling) -> None:
     text = plain(sampling)
     all_logits = target.passes.forward(torch.tensor([PROMPT + text])).logits[0, len(PROMPT) - 1 : -1]
     wanted = all_logits.log_softmax(-1).gather(1, torch.tensor(text).unsqueeze(1)).squeeze(1)
     for drafter in (None, make_drafter("truth hidden in a tree", PROMPT + text)):
-        result = generate_batch(target, [Request(PROMPT, NEW_TOKENS, sampling, logprobs=True)], drafter)[0]
+        result: Any = generate_batch(target, [Request(PROMPT, NEW_TOKENS, sampling, logprobs=True)], drafter)[0]
         assert result.tokens == text
-        assert result.logprobs is not None
         assert len(result.logprobs) == len(text)
         torch.testing.assert_close(torch.tensor(result.logprobs), wanted, atol=1e-4, rtol=0)
     assert generate(target, PROMPT, 5).logprobs is None
@@ -239,9 +231,7 @@ def forwards(target: TargetModel) -> Iterator[list[int]]:
     handle.remove()
 
 
-def test_a_request_beyond_the_targets_positions_is_refused_before_any_forward(
-    target: TargetModel, forwards: list[int]
-) -> None:
+def test_a_request_beyond_the_targets_positions_is_refused_before_any_forward(target, forwards) -> None:
     prompt = [1] * 246
     with pytest.raises(ValueError, match=r"246 tokens and max_new_tokens 11 exceed .* 256 positions.* to 245"):
         generate(target, prompt, 11)
@@ -267,7 +257,6 @@ def test_a_text_that_would_change_the_keys_of_earlier_positions_is_refused() -> 
 
 
 def test_a_drafter_reaches_the_targets_last_position(target: TargetModel, make_head: HeadFactory) -> None:
-    """Even with trees that are deeper than the number of positions left."""
     prompt = torch.randint(97, (244,)).tolist()
     wanted = generate(target, prompt, 12).tokens
     for growth in (Dynamic.chain(20), Dynamic(9, 4, 30)):
@@ -294,10 +283,9 @@ def test_each_drafter_receives_its_own_taps_from_a_target_that_gives_more(target
 
 
 def test_a_stream_runs_only_as_far_as_it_is_read_and_closes_cleanly(target: TargetModel, forwards: list[int]) -> None:
-    blocks = blocks_of(target, Request(PROMPT, NEW_TOKENS))
+    blocks: Any = blocks_of(target, Request(PROMPT, NEW_TOKENS))
     assert forwards == []
     assert next(blocks) + next(blocks) == generate(target, PROMPT, 2).tokens
-    assert isinstance(blocks, Generator)
     blocks.close()
     assert not torch.is_inference_mode_enabled()
 

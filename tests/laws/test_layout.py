@@ -77,12 +77,8 @@ ONLY_IN = {
     ),
     "tokenizers": ("data_pipelines/", "inference/targets/gguf_settings.py"),
     "accelerate": (
-        "trainers/",
-        "data_pipelines/harvest",
-        "data_pipelines/on_ray.py",
-        "data_pipelines/together.py",
-        "data_pipelines/stages/",
-        "data_pipelines/prompts/candidates.py",
+        *("trainers/", "data_pipelines/harvest", "data_pipelines/on_ray.py", "data_pipelines/together.py"),
+        *("data_pipelines/stages/", "data_pipelines/prompts/candidates.py"),
     ),
     "deepspeed": ("trainers/",),
     "ray": ("data_pipelines/on_ray.py",),
@@ -101,11 +97,15 @@ OPTIONAL_LIBRARIES = {
 }
 
 
+BLOCKS = "body", "orelse", "finalbody", "handlers", "cases"  # an import is a statement: expressions need no walk
+
+
 @cache
 def imports_in(source: str) -> set[str]:
     """The modules, and names that may be modules, that a source imports, also inside functions."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
+    found, nodes = set(), list[ast.AST]([ast.parse(source)])
+    for node in nodes:
+        nodes += [each for name in BLOCKS for each in vars(node).get(name, [])]
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:

@@ -29,8 +29,10 @@ def run(folder: Path, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_script_beside_a_heads_py_of_its_own_uses_the_python_api(folder: Path) -> None:
+def test_a_script_beside_a_heads_py_of_its_own_uses_the_python_api_and_commands(folder: Path) -> None:
     target, head = ROOT / "assets/demo_target", ROOT / "assets/demo_head"
+    start = "import sys; sys.argv = ['headstart', 'train', '--help']; from headstart.cli import main; main()"
+    assert "usage: headstart train" in run(folder, "-c", start)
     (folder / "heads.py").write_text("mine = 1\n")
     (folder / "script.py").write_text(
         "import torch, heads\n"
@@ -39,13 +41,6 @@ def test_a_script_beside_a_heads_py_of_its_own_uses_the_python_api(folder: Path)
         "print(heads.mine, model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4).shape)\n"
     )
     assert run(folder, "script.py").strip().endswith("1 torch.Size([1, 7])")
-
-
-@pytest.mark.slow  # fast is a module in such a folder
-@pytest.mark.parametrize("command", ["lint", "export", "train"])
-def test_a_command_works_in_a_folder_with_a_heads_py(folder: Path, command: str) -> None:
-    start = f"import sys; sys.argv = ['headstart', {command!r}, '--help']; from headstart.cli import main; main()"
-    assert f"usage: headstart {command}" in run(folder, "-c", start)
 
 
 def test_a_module_runs_in_a_folder_with_a_heads_py_and_importing_headstart_loads_no_torch(folder: Path) -> None:

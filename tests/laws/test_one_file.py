@@ -11,23 +11,23 @@ import pytest
 import torch
 from exported import exported
 from families import make_family
+from matrix import slow
 from shared_fixtures import HeadFactory
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LogitsProcessorList,
     MaxLengthCriteria,
-    PreTrainedModel,
     StoppingCriteriaList,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET, HEAD = ROOT / "assets/demo_target", ROOT / "assets/demo_head"
-NEW_TOKENS = 16
+NEW_TOKENS = 8
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
+def model() -> Any:
     return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
 
 
@@ -47,7 +47,7 @@ def folder(make_head: HeadFactory, target_folder: Path, tmp_path: Path, monkeypa
 
 
 @torch.no_grad()
-def test_one_file_accepts_draft_tokens(model: PreTrainedModel, prompts: list[torch.Tensor]) -> None:
+def test_one_file_accepts_draft_tokens(model: Any, prompts: list[torch.Tensor]) -> None:
     head, steps, tokens = one_file.DraftHead.load(HEAD, model), 6, 0
     for prompt in prompts:
         stop = StoppingCriteriaList([MaxLengthCriteria(10**6)])
@@ -59,7 +59,7 @@ def test_one_file_accepts_draft_tokens(model: PreTrainedModel, prompts: list[tor
 
 # gemma2 and gemma3 have sliding windows in some layers, mistral in all, and gpt2 has learned positions.
 @pytest.mark.each_value
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", slow("qwen3"), "gemma3", slow("gemma2"), "mistral", "gpt2"])
 @pytest.mark.parametrize(
     "options",
     [{}, {"do_sample": True, "temperature": 0.8, "top_k": 20}, {"do_sample": True, "repetition_penalty": 1.3}],
@@ -85,7 +85,7 @@ def test_a_custom_generate_writes_plain_generates_tokens(folder: Path, family: s
 class Passes:
     """Counts the passes of a model."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: Any) -> None:
         self.count = 0
         model.register_forward_pre_hook(self.add)
 
@@ -95,7 +95,7 @@ class Passes:
 
 def test_a_custom_generate_writes_stops_and_streams_as_plain_generate(model: Any, prompts: list[torch.Tensor]) -> None:
     options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "inputs": prompts[0]}
-    last, short = int(model.generate(**options)[0, -5]), {"max_new_tokens": None, "max_length": prompts[0].shape[1] + 8}
+    last, short = int(model.generate(**options)[0, -3]), {"max_new_tokens": None, "max_length": prompts[0].shape[1] + 5}
     for more in ({"eos_token_id": last}, short, {"inputs": prompts[1]}):
         streamed: list[int] = []
         streamer = ListStreamer(streamed)
@@ -125,17 +125,13 @@ class ListStreamer:
         ({"past_key_values": "a cache"}, "past_key_values"),
     ],
 )
-def test_a_custom_generate_names_what_it_does_not_support(
-    model: PreTrainedModel, wrong: dict[str, Any], named: str
-) -> None:
+def test_a_custom_generate_names_what_it_does_not_support(model, wrong, named) -> None:
     arguments = {"inputs": torch.ones(1, 4, dtype=torch.long), "max_new_tokens": 4, **wrong}
     with pytest.raises(ValueError, match=named):
         one_file.generate(model, HEAD, **arguments)
 
 
-def test_a_custom_generate_names_a_head_of_another_target_and_layers_that_it_cannot_mask(
-    model: PreTrainedModel, folder: Path
-) -> None:
+def test_a_custom_generate_names_a_head_of_another_target_and_layers_that_it_cannot_mask(model, folder) -> None:
     with pytest.raises(ValueError, match="hidden size 32; this one has"):
         one_file.generate(model, folder, inputs=torch.ones(1, 4, dtype=torch.long), max_new_tokens=4)
     with pytest.raises(ValueError, match="linear_attention given"):

@@ -1,7 +1,8 @@
-"""Whatever a message or a document names exists: recipe fields and values, commands, options, extras, files."""
+"""Whatever a message or a document names exists: fields and values, commands, options, extras, files, addresses."""
 
 import ast
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,10 +11,13 @@ from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from test_layout import FOLDERS, ROOT, our_files
+from test_layout import FOLDERS, ROOT, our_files, text_of
 
 from headstart.cli import COMMANDS
 from headstart.recipes.fields import recipe_fields, recipe_sections
+
+sys.path.append(str(ROOT / "tests/interop"))
+from check_addresses import files, mistakes_in
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "Makefile", "docs/*.md", "recipes/*.yaml", "recipes/launch/*")
 VALUE = "\0"  # stands for a value that an f-string fills in
@@ -49,7 +53,7 @@ class Passage:
 
 @cache
 def tree_of(file: Path) -> ast.Module:
-    return ast.parse(file.read_text())
+    return ast.parse(text_of(file))
 
 
 def strings_of(file: Path) -> Iterator[Passage]:
@@ -90,12 +94,11 @@ def options() -> frozenset[str]:
     """Every option that one of our own files gives to an argument parser, and those of accelerate launch."""
     known = {"--help", "--version"}
     known |= {option for action in launch_command_parser()._actions for option in action.option_strings}
-    for file in [*ROOT.glob("benchmarks/**/*.py"), *our_files()]:
+    files = [*ROOT.glob("benchmarks/**/*.py"), *our_files()]
+    for file in [each for each in files if '"--' in text_of(each)]:
         for node in ast.walk(tree_of(file)):
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
-                "add_argument",
-                "add",
-            ):
+            called = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
+            if isinstance(node, ast.Call) and called in ("add_argument", "add"):
                 known |= {str(each.value) for each in node.args if isinstance(each, ast.Constant)}
     return frozenset(known)
 
@@ -194,3 +197,27 @@ def test_no_message_tells_a_user_to_run_a_module_that_headstart_runs_from_any_fo
     law = Law(r"(?:python -m|\brun|\bwith) ([\w.]+\w)", lambda match: match[1] not in modules, "")
     messages = tuple(passage for passage in passages() if passage.file.endswith(".py") and passage.line > 1)
     assert not law.violations(messages)
+
+
+def test_every_address_paper_and_link_of_the_documents_and_the_code_is_right() -> None:
+    mistakes = [f"{path.relative_to(ROOT)}: {each}" for path in files() for each in mistakes_in(path.read_text(), path)]
+    assert not mistakes, mistakes
+
+
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        ("see github.com/hemingkexia/Spec-Bench", "the repository hemingkexia/Spec-Bench is not in REPOSITORIES"),
+        ("https://github.com/sgl-project/SpecForge/blob/main/README.md", "names a branch"),
+        ("https://docs.example.org/page", "the host docs.example.org is not in OTHER_HOSTS"),
+        ("EAGLE-3 (arXiv 2513.01840)", "arXiv 2513.01840"),
+        ("[2503.0184](https://arxiv.org/abs/2503.0184)", "arXiv 2503.0184"),
+        ("arXiv 9901.00001", "arXiv 9901.00001"),
+        ("[a page](docs/no_page.md)", "there is no such file"),
+        ("[a heading](docs/structure.md#no-heading)", "there is no such heading"),
+    ],
+)
+def test_a_wrong_one_is_found(text: str, mistake: str) -> None:
+    right = "See [x](docs/structure.md#the-folders), arXiv 2503.01840 and https://github.com/sgl-project/SpecForge."
+    assert not [*mistakes_in(right, ROOT / "README.md")]
+    assert any(mistake in each for each in mistakes_in(f"{right} {text}", ROOT / "README.md"))

@@ -8,10 +8,11 @@ import pytest
 import torch
 from families import FAMILIES, OTHERS, STATEFUL, make_family
 from matrix import slow_unless
+from scripted import finish
+from tiny_run import build_target
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from headstart.heads.base import DraftHead
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.doctor import command
@@ -74,18 +75,14 @@ def test_the_operation_that_differs_is_named_with_its_layer_and_the_number_of_to
     assert "ByCount" not in {difference.operation for difference in found["chain of 2"].differences}
 
 
-def test_the_command_prints_each_pass_and_the_operations_that_differ(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_each_pass_and_the_operations_that_differ(monkeypatch, capsys) -> None:
     target = target_of(make_family("llama"), torch.float32)
     monkeypatch.setattr(command.TargetModel, "load", lambda section, taps: target)
     monkeypatch.setattr(command, "PROMPT_TOKENS", 20)
     target.model.model.layers[1].mlp.act_fn = ByCount()
     few = partial(compare, widths=(5,), batches=(3,))
-    for compute, code, said in (
-        (few, 1, "ByCount (model.layers.1.mlp.act_fn): in passes over "),
-        (lambda text: [], 0, "same bits"),
-    ):
+    named = "ByCount (model.layers.1.mlp.act_fn): in passes over "
+    for compute, code, said in ((few, 1, named), (lambda text: [], 0, "same bits")):
         monkeypatch.setattr(command, "compare", compute)
         with pytest.raises(SystemExit) as end:
             command.main(["--bits", "any/target", "--dtype", "float32"])
@@ -101,32 +98,19 @@ def test_a_trained_target_writes_the_same_texts_with_drafts_in_batches_and_from_
     section = {"path": str(ASSETS / "demo_target"), "dtype": dtype, "device": "cpu", "compile": False}
     target = TargetModel.load(TargetSection.model_validate(section), (2, 8, 13))
     head = load_drafting_head(ASSETS / "demo_head", target)
-    check_texts(target, head, prompts_of(target, 3), 12)
-
-
-def prompts_of(target: TargetModel, count: int) -> list[list[int]]:
-    """Beginnings of unlike lengths that the target has written itself, so that texts go on like its training data."""
-    starts = [Request([5 + 11 * number, 7 + number], 9 + number, Sampling(1.0, seed=number)) for number in range(count)]
-    return [each.prompt + text.tokens for each, text in zip(starts, generate_batch(target, starts), strict=True)]
-
-
-def check_texts(target: TargetModel, head: DraftHead, prompts: list[list[int]], count: int) -> None:
-    for sampling in (Sampling(), Sampling(1.0, seed=3)):
-        requests = [Request(prompt, count, sampling) for prompt in prompts]
-        wanted = [generate_batch(target, [each])[0].tokens for each in requests]
-        drafter = head_drafter(head, Dynamic(3, 4, 12))
-        for found in (
-            [generate_batch(target, [each], drafter)[0] for each in requests],
-            generate_batch(target, requests, max_batch=16),
-            generate_batch(target, requests, drafter, max_batch=16),
-        ):
-            assert [each.tokens for each in found] == wanted
-        loop = DecodeLoop(target, drafter, max_batch=4, prefill_chunk=7)
-        for each in requests:
-            loop.submit(each)
-        for _ in loop.run():
-            pass
-        assert [each.tokens for each in loop.generations.values()] == wanted
+    # Beginnings of unlike lengths that the target has written itself, so that texts go on like its training data.
+    starts = [Request([5 + 11 * number, 7 + number], 9 + number, Sampling(1.0, seed=number)) for number in range(4)]
+    begun = [each.prompt + text.tokens for each, text in zip(starts, generate_batch(target, starts), strict=True)]
+    requests = [Request(prompt, 12, Sampling(float(at % 2), seed=3)) for at, prompt in enumerate(begun)]
+    wanted = [generate_batch(target, [each])[0].tokens for each in requests]
+    drafter = head_drafter(head, Dynamic(3, 4, 12))
+    loop = DecodeLoop(target, drafter, max_batch=4, prefill_chunk=7)
+    for each in requests:
+        loop.submit(each)
+    finish(loop)
+    alone = [generate_batch(target, [each], drafter)[0] for each in requests]
+    for found in (alone, generate_batch(target, requests, max_batch=16), loop.generations.values()):
+        assert [each.tokens for each in found] == wanted
 
 
 @pytest.mark.skipif(products.library() is None, reason="no C++ compiler")
@@ -143,11 +127,10 @@ def test_an_activation_s_bits_depended_on_each_thread_s_share_of_a_large_prompt(
         torch.set_num_threads(threads)
 
 
-def test_a_target_that_must_be_exact_is_refused_with_the_operation_that_differs_and_by_how_much(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_target_that_must_be_exact_is_refused_with_the_operation_that_differs(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(check, "EXACT_TOKENS", 16)
-    section = {"path": str(ASSETS / "demo_target"), "dtype": "float32", "device": "cpu", "exact": True}
+    build_target(tmp_path, num_layers=2)
+    section = {"path": str(tmp_path), "dtype": "float32", "device": "cpu", "exact": True}
     target = TargetModel.load(TargetSection.model_validate(section), ())
     assert target.difference_in_bits is None
     assert target.unpacked is not target or products.library() is None  # torch's kernels, for baselines: not refused

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -58,11 +59,9 @@ class Outcome:
 Typed = Callable[..., Outcome]  # the fixture `typed`
 
 
-def type_command(
-    arguments: Sequence[object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Outcome:
+def type_command(given: Sequence[object], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Outcome:
     """Run `headstart ARGUMENTS`; an exception other than SystemExit is what a user sees as a traceback."""
-    monkeypatch.setattr(sys, "argv", ["bin/headstart", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["bin/headstart", *map(str, given)])
     capsys.readouterr()
     code, message = 0, ""
     try:

@@ -125,20 +125,11 @@ def verified(
         tokens[row, : end - start] = torch.tensor(text[start + 1 : end + 1])
     prefixes = [text[: end + 1] for text, (_, end) in zip(texts, spans, strict=True)]
     requests = [Request(text[:2], 5, own) for text, own in zip(texts, samplings, strict=True)]
-    rows = [
-        VerifiedRow(text, start, end - start, left, key)
-        for key, (text, (start, end), left) in enumerate(
-            zip(prefixes, spans, remaining or [99] * len(texts), strict=True)
-        )
-    ]
-    return VerifiedOnHost(
-        taps=taps,
-        next_tokens=tokens,
-        roots=torch.tensor([[text[-1]] for text in prefixes]),
-        sampling=BatchSampling(samplings, "cpu"),
-        history=start_history(requests, [text[2:-1] for text in prefixes], target),
-        rows=rows,
-    )
+    left = remaining or [99] * len(texts)
+    rows = [VerifiedRow(prefixes[row], start, end - start, left[row], row) for row, (start, end) in enumerate(spans)]
+    roots, own = torch.tensor([[text[-1]] for text in prefixes]), BatchSampling(samplings, "cpu")
+    history = start_history(requests, [text[2:-1] for text in prefixes], target)
+    return VerifiedOnHost(taps=taps, next_tokens=tokens, roots=roots, sampling=own, history=history, rows=rows)
 
 
 def new_cache(target: TargetModel, drafter: TreeDrafter, batch: int = 1, static: bool = False) -> KVCache:

@@ -15,17 +15,10 @@ WINDOW = 16  # tokens that a token in a sliding layer sees, itself included
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.6,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 256, "initializer_range": 0.6, "bos_token_id": None, "eos_token_id": None,
     "pad_token_id": None,
-}
+}  # fmt: skip
 GROUPED: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
 # With tied and scaled embeddings, a random model only repeats its last token.
 UNTIED = {"tie_word_embeddings": False}
@@ -34,13 +27,8 @@ ALTERNATING: dict[str, Any] = {**GROUPED, "sliding_window": WINDOW, "layer_types
 LAST_SLIDING = {**GROUPED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 
 CAPPED = {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0}
-YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
-    "truncate": False,
-}  # fmt: skip
-MULTIPLIED = {
-    "embedding_multiplier": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 0.5,
-}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4, "original_max_position_embeddings": 64, "truncate": False}
+MULTIPLIED = {"embedding_multiplier": 2, "attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 0.5}
 
 # Name -> model type and config. Soft caps, scales and multipliers are set where their defaults would have no visible
 # effect at these sizes.
@@ -143,9 +131,7 @@ def make_int8(seed: int = 0, **config: Any) -> PreTrainedModel:
     return model
 
 
-FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
-    **{name: partial(make_family, name) for name in CONFIGS},
-    "int8": make_int8,
-}
+FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {name: partial(make_family, name) for name in CONFIGS}
+FAMILIES["int8"] = make_int8
 # Eager attention with soft caps and with sinks, sliding windows, learned positions, experts, packed weights.
 SOME_FAMILIES = ("gemma2", "gpt_oss", "gemma3", "gpt2", "qwen3_moe", "int8")

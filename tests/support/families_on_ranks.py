@@ -43,10 +43,8 @@ def largest_error(folder: Path) -> float | str:
     if texts != [generation.tokens for generation in generate_batch(alone, REQUESTS)]:
         return "other text"
     expected = tap(alone, TEXTS)
-    return max(
-        float((mine - its).abs().max() / its.abs().max())
-        for mine, its in zip(vars(states).values(), vars(expected).values(), strict=True)
-    )
+    pairs = zip(vars(states).values(), vars(expected).values(), strict=True)
+    return max(float((mine - its).abs().max() / its.abs().max()) for mine, its in pairs)
 
 
 def held_shares(folder: Path) -> list[float]:

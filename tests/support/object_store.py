@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
+from typing import Any
 from urllib.parse import urlsplit
 
 BUCKET = "bucket"
@@ -36,9 +37,7 @@ def moto_server() -> Iterator[str]:
         server.stop()
 
 
-def request(
-    server: str, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
-) -> tuple[int, dict[str, str], bytes]:
+def request(server: str, method: str, path: str, body: bytes = b"", headers: Any = None) -> tuple[int, Any, bytes]:
     """The status, headers and body of a server's answer."""
     connection = http.client.HTTPConnection(urlsplit(server).netloc, timeout=60)
     try:

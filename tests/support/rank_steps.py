@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,7 +20,6 @@ from headstart.data_pipelines.together import settle
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import draft_vocab, new_head
 from headstart.recipes import load_recipe
-from headstart.recipes.schema_train import TrainSection
 from headstart.trainers.objectives.unrolled import Teacher
 from headstart.trainers.parallel.head_on_ranks import HeadOnRanks, full_tensor, set_learning_rates
 from headstart.trainers.parallel.launch import distribute_head, start_accelerator
@@ -35,9 +35,8 @@ def main(folder: Path, result: Path, resumed: Path | None = None) -> None:
     Every other step splits its batch into two micro-batches. One more step has no finite gradient and must change
     nothing.
     """
-    recipe = load_recipe(
-        folder / "recipe.yaml", [f"train.clip_norm={CLIP_NORM}", "train.activation_checkpointing=true"]
-    )
+    own = [f"train.clip_norm={CLIP_NORM}", "train.activation_checkpointing=true"]
+    recipe = load_recipe(folder / "recipe.yaml", own)
     accelerator = start_accelerator(recipe)
     if "RANKS_OF_A_MACHINE" in os.environ:
         os.environ["LOCAL_WORLD_SIZE"] = os.environ["RANKS_OF_A_MACHINE"]
@@ -79,9 +78,7 @@ def named(found: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
     return {name.removeprefix(f"{kind}."): value for name, value in found.items() if name.startswith(f"{kind}.")}
 
 
-def accumulate(
-    head: HeadOnRanks, section: TrainSection, samples: list[Sample], micro_batches: int, scale: float = 1.0
-) -> Tensor:
+def accumulate(head: HeadOnRanks, section: Any, samples: list[Sample], micro_batches: int, scale: float = 1) -> Tensor:
     """Take the gradient of a batch on all ranks; returns its loss."""
     accelerator, unrolled = head.accelerator, head.unrolled
     own = samples[accelerator.process_index :: accelerator.num_processes]

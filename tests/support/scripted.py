@@ -204,10 +204,8 @@ class HalfRightHead(Eagle3Head):
     """
 
     def __init__(self, target: TargetModel, *texts: list[int]) -> None:
-        sizes = Eagle3Shape(
-            hidden_size=32, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=8, taps=target.taps
-        )
-        super().__init__(sizes, target.frozen, DraftVocab.full(VOCAB))
+        sizes: dict[str, Any] = {"intermediate_size": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
+        super().__init__(Eagle3Shape(32, taps=target.taps, **sizes), target.frozen, DraftVocab.full(VOCAB))
         length = max(map(len, texts)) + 40
         self.table = torch.randn(length, VOCAB, generator=torch.Generator().manual_seed(0))  # [positions, vocab]
         self.next = torch.full((length, VOCAB), -1)
@@ -246,9 +244,8 @@ class Texts:
     make_head: Callable[..., Eagle3Head]
 
 
-PENALTIES = Sampling(
-    0.8, top_p=0.95, repetition_penalty=1.3, frequency_penalty=1.0, logit_bias=((3, -math.inf),), seed=7
-)
+BANNED = ((3, -math.inf),)
+PENALTIES = Sampling(0.8, top_p=0.95, repetition_penalty=1.3, frequency_penalty=1.0, logit_bias=BANNED, seed=7)
 # Prompts and texts of different lengths, sampled differently; three requests differ only in the seed.
 REQUESTS = [
     Request([5, 6, 7, 11], 12),

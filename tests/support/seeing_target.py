@@ -14,7 +14,7 @@ import torch
 from families import GROUPED
 from PIL import Image
 from tiny_run import ENDS, build_chat_run, build_letters, build_run, build_tokenizer
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 START, PLACE, END = MARKS = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
@@ -36,25 +36,16 @@ CELL = 8  # pixels along a side: 2 patches
 COLOURS = {"red": (220, 30, 30), "green": (20, 200, 60), "blue": (30, 60, 220), "yellow": (230, 220, 40)}
 
 
-def build_seeing_target(
-    folder: Path, seed: int = 0, tokenizer: PreTrainedTokenizerFast | None = None, **text_changes: Any
-) -> Path:
+def build_seeing_target(folder: Path, seed: int = 0, tokenizer: Any = None, **text_changes: Any) -> Path:
     """Save a random Qwen3-VL, its tokenizer (byte-level, with the three marks of images) and its processor."""
     tokenizer = tokenizer or build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [*MARKS, "<|video_pad|>"]})
     tokenizer.chat_template, tokenizer.model_max_length = TEMPLATE, 256
-    ids: Any = tokenizer.convert_tokens_to_ids([*MARKS, "<|video_pad|>"])
-    start, place, end, video = ids
-    config = AutoConfig.for_model(
-        "qwen3_vl",
-        text_config={**TEXT, "vocab_size": len(tokenizer), **text_changes},
-        vision_config={**TOWER, "deepstack_visual_indexes": [0, 1, 2]},
-        image_token_id=place,
-        video_token_id=video,
-        vision_start_token_id=start,
-        vision_end_token_id=end,
-        tie_word_embeddings=False,
-    )
+    names = "vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id"
+    ids = dict(zip(names, tokenizer.convert_tokens_to_ids([*MARKS, "<|video_pad|>"]), strict=True))
+    text = {**TEXT, "vocab_size": len(tokenizer), **text_changes}
+    tower = {**TOWER, "deepstack_visual_indexes": [0, 1, 2]}
+    config = AutoConfig.for_model("qwen3_vl", text_config=text, vision_config=tower, tie_word_embeddings=False, **ids)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config)

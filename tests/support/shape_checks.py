@@ -22,8 +22,8 @@ def check_first(calls: int) -> None:
     period, checked_calls = period + 1, calls
 
 
-def first_calls(checked: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is checked in its first calls of each period."""
+def first_calls(checked: Callable[[], Callable[..., Any]], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is checked in its first calls of each period; `checked` makes its checked form when needed."""
     last, calls = 0, 0
 
     @functools.wraps(plain)
@@ -34,7 +34,7 @@ def first_calls(checked: Callable[..., Any], plain: Callable[..., Any]) -> Calla
         if calls == checked_calls:
             return plain(*args, **kwargs)
         calls += 1
-        return checked(*args, **kwargs)
+        return checked()(*args, **kwargs)
 
     return call
 
@@ -56,11 +56,11 @@ def jaxtyped_at_first(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
         if not any(map(has_shapes, types)):
             return found
         if not isclass(found):
-            return first_calls(decorate(found), found)
+            return first_calls(functools.cache(lambda: decorate(found)), found)
         plain = found.__init__
         checked = decorate(found)
-        if checked.__init__ is not plain:
-            checked.__init__ = first_calls(checked.__init__, plain)
+        if (own := checked.__init__) is not plain:
+            checked.__init__ = first_calls(lambda: own, plain)
         return checked
 
     return decorated

@@ -155,26 +155,14 @@ def make_head(frozen: FrozenTarget) -> HeadFactory:
     def make(kind: str = "eagle3", seed: int = 1, vocab: DraftVocab | None = None, **shape: Any) -> DraftHead:
         config = frozen.config
         vocab = vocab or DraftVocab.full(config.vocab_size)
-        sizes: dict[str, Any] = {
-            "hidden_size": config.hidden_size,
-            "intermediate_size": 40,
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "head_dim": 8,
-        }
+        sizes: dict[str, Any] = {"hidden_size": config.hidden_size, "intermediate_size": 40, "num_heads": 4}
+        sizes |= {"num_kv_heads": 2, "head_dim": 8}
         if kind == "medusa":
             medusa = MedusaShape(**{"hidden_size": config.hidden_size, "num_heads": 3, "num_layers": 1, **shape})
             head: DraftHead = MedusaHead(medusa, frozen, vocab)
         elif kind == "block":
-            block = {
-                "reaches": (Reach(), Reach()),
-                "block_size": 4,
-                "mask_token_id": 96,
-                **sizes,
-                "taps": TAPS,
-                **shape,
-            }
-            head = BlockHead(BlockShape(**block), frozen, vocab)
+            block = {"reaches": (Reach(), Reach()), "block_size": 4, "mask_token_id": 96, "taps": TAPS}
+            head = BlockHead(BlockShape(**{**block, **sizes, **shape}), frozen, vocab)
         elif kind == "peagle":
             peagle = {**sizes, "taps": TAPS, "num_layers": 2, "mask_token_id": 96, "depths": 4, **shape}
             head = PEagleHead(PEagleShape(**peagle), frozen, vocab)

@@ -42,14 +42,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
+    options: Any = {"special_tokens": [END_OF_TEXT], "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=VOCAB_SIZE, **options))
     assert tokenizer.get_vocab_size() == VOCAB_SIZE
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, chat_template=CHAT_TEMPLATE, model_max_length=128
-    )
+    named: Any = {"eos_token": END_OF_TEXT, "chat_template": CHAT_TEMPLATE, "model_max_length": 128}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
 
 
 def build_target(
@@ -91,37 +88,25 @@ def write_prompts(path: Path, count: int, first: int) -> Path:
     return path
 
 
+# It runs the whole pipeline in about a second, with several shards and a draft vocabulary.
+RECIPE = """
+run_dir: FOLDER/run
+seed: 3
+target: {path: FOLDER/target, dtype: float32, device: cpu}
+data:
+  {prompts: FOLDER/prompts.jsonl, heldout_prompts: FOLDER/heldout.jsonl, num_prompts: 12, prompt_tokens: 24,
+  response_tokens: 12, temperatures: [0.0, 0.8], generate_batch: 5, harvest_batch: 2, heldout_samples: 4,
+  shard_samples: 5, dtype: float32}
+head: {kind: eagle3, draft_vocab_size: 80}
+train:
+  {steps: 8, batch_size: 3, learning_rate: 0.001, warmup_steps: 2, unroll: 3, checkpoint_every: 4, eval_prompts: 0}
+decode: {depth: 2, width: 2, nodes: 4, max_new_tokens: 8}
+"""
+
+
 def recipe_values(folder: Path) -> dict[str, Any]:
-    """A recipe that runs the whole pipeline in about a second, with several shards and a draft vocabulary."""
-    return {
-        "run_dir": str(folder / "run"),
-        "seed": 3,
-        "target": {"path": str(folder / "target"), "dtype": "float32", "device": "cpu"},
-        "data": {
-            "prompts": str(folder / "prompts.jsonl"),
-            "heldout_prompts": str(folder / "heldout.jsonl"),
-            "num_prompts": 12,
-            "prompt_tokens": 24,
-            "response_tokens": 12,
-            "temperatures": [0.0, 0.8],
-            "generate_batch": 5,
-            "harvest_batch": 2,
-            "heldout_samples": 4,
-            "shard_samples": 5,
-            "dtype": "float32",
-        },
-        "head": {"kind": "eagle3", "draft_vocab_size": 80},
-        "train": {
-            "steps": 8,
-            "batch_size": 3,
-            "learning_rate": 1e-3,
-            "warmup_steps": 2,
-            "unroll": 3,
-            "checkpoint_every": 4,
-            "eval_prompts": 0,
-        },
-        "decode": {"depth": 2, "width": 2, "nodes": 4, "max_new_tokens": 8},
-    }
+    values: dict[str, Any] = yaml.safe_load(RECIPE.replace("FOLDER", str(folder)))
+    return values
 
 
 def build_run(folder: Path) -> Path:
@@ -212,15 +197,15 @@ def assert_same_sample(found: Sample, expected: Sample) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
-    }
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files_of(folder)}
 
 
 def modified(folder: Path) -> dict[str, int]:
-    return {
-        path.relative_to(folder).as_posix(): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()
-    }
+    return {path.relative_to(folder).as_posix(): path.stat().st_mtime_ns for path in files_of(folder)}
+
+
+def files_of(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
 def logged_step(metrics: Path) -> int:
@@ -231,11 +216,5 @@ def logged_step(metrics: Path) -> int:
 
 def quiet_environment(root: Path) -> dict[str, str]:
     """The environment for commands in separate processes: this checkout's packages, one thread, no GPU, no network."""
-    fixed = {
-        "PYTHONPATH": str(root),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "WANDB_MODE": "disabled",
-        "HF_HUB_OFFLINE": "1",
-    }
-    return {**os.environ, **fixed}
+    fixed = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **fixed, "PYTHONPATH": str(root)}

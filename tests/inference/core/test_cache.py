@@ -82,10 +82,7 @@ def test_paths_kept_step_after_step_equal_one_forward_in_every_row(target: Targe
 
 @pytest.mark.parametrize(("sizes", "static"), [((12,), False), ((12, 1, 7), True)], ids=str)
 def test_every_node_has_the_logits_of_its_own_path(target: TargetModel, sizes: tuple[int, ...], static: bool) -> None:
-    """A node has the logits, taps and last hidden state of plain text that consists of its prompt and its path.
-
-    Unwritten slots hold large numbers here, which must not matter.
-    """
+    """And the taps and the last hidden state. Unwritten slots hold large numbers here, which must not matter."""
     prompts, tree = PROMPTS[: len(sizes)], random_tree(*sizes)
     output = target.passes.tree(tree, cache_with_prompts(target, *prompts, static=static, filler=1e3))
     for row, (prompt, nodes) in enumerate(zip(prompts, sizes, strict=True)):
@@ -203,10 +200,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux maps memory without reserving it")
 def test_a_long_row_makes_no_other_row_take_up_memory() -> None:
-    """Sixteen rows of 4,096 slots would be 1.1 GiB; a row of 4,000 tokens and fifteen of 50 take up about 90 MiB.
-
-    Growing copies what they hold and no more.
-    """
+    """Sixteen rows of 4,096 slots would be 1.1 GiB; a row of 4,000 tokens and fifteen of 50 take up about 90 MiB."""
     mebibyte, lengths = 2**20, [4_000, *[50] * 15]
     before = resident_bytes()
     cache = KVCache.allocate((16, 4, 32), (1, 4, 32), 4_096, 16)  # 16 KiB and 1 KiB per token
@@ -239,14 +233,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def fresh_pages(mode: str) -> int:
-    command = [sys.executable, "-c", COUNT, process.__file__, mode]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return int(done.stdout)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be configured")
 def test_freed_memory_is_reused_and_not_returned_to_the_system() -> None:
     """Allocate the same blocks ten times: by default, their pages come from the system each time."""
-    assert fresh_pages("kept") < PAGES / 2 < 5 * PAGES < fresh_pages("default")
+    command = [sys.executable, "-c", COUNT, process.__file__]
+    kept, default = (int(subprocess.check_output([*command, mode])) for mode in ("kept", "default"))
+    assert kept < PAGES / 2 < 5 * PAGES < default

@@ -35,13 +35,10 @@ from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import TargetSection
 from headstart.recipes.schema_heads import BlockSection, Eagle3Section
 
+KINDS = {"enum": ["cat", "catfish", "dog"]}
 SCHEMA = {
     "type": "object",
-    "properties": {
-        "kind": {"enum": ["cat", "catfish", "dog"]},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-        "tame": {"type": "boolean"},
-    },
+    "properties": {"kind": KINDS, "age": {"type": "integer", "minimum": 0, "maximum": 99}, "tame": {"type": "boolean"}},
     "required": ["kind", "age", "tame"],
     "additionalProperties": False,
 }
@@ -97,9 +94,8 @@ def assert_valid(request: Request, tokens: list[int]) -> None:
 @pytest.fixture(scope="module")
 def ruled(target: TargetModel, requests: list[Request]) -> list[Request]:
     """`requests`, one that text rules constrain, and one with the same rules and a schema."""
-    rules = TextRules(
-        (9, 8), target.config.vocab_size, 30, (0,), min_new_tokens=20, no_repeat_ngram_size=2, forced_eos=0
-    )
+    size = target.config.vocab_size
+    rules = TextRules((9, 8), size, 30, (0,), min_new_tokens=20, no_repeat_ngram_size=2, forced_eos=0)
     free = Request([9, 8], 30, Sampling(0.3, seed=3), end_tokens=(0,), constraint=rules)
     return [*requests, free, replace(requests[1], constraint=replace(rules, grammar=requests[1].constraint))]
 
@@ -132,8 +128,7 @@ def test_constrained_texts_are_valid_and_the_same_with_drafts(target, ruled, pla
     assert written[-1] == 0
     assert_valid(ruled[1], plain[5].tokens)
     # Log-probabilities are the target's own, without the constraint.
-    logprobs = plain[1].logprobs
-    assert logprobs is not None
+    logprobs: Any = plain[1].logprobs
     logits = target.passes.forward(torch.tensor([[9, 8, *plain[1].tokens]])).logits[0, 1:-1].log_softmax(-1)
     wanted = logits.gather(1, torch.tensor(plain[1].tokens).unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(torch.tensor(logprobs), wanted, atol=1e-4, rtol=0)
@@ -141,16 +136,12 @@ def test_constrained_texts_are_valid_and_the_same_with_drafts(target, ruled, pla
 
 @pytest.mark.parametrize("name", ["head without these tokens", "block head without these tokens", "lookup"])
 def test_the_only_way_on_is_drafted_and_accepted(target: TargetModel, grammars: Grammars, name: str) -> None:
-    """A head of random weights is hardly ever right, but under a grammar that leaves no choice always.
-
-    It may not even score the tokens that the grammar forces, and lookup has seen no such text.
-    """
+    """Also by a head that does not score the tokens that the grammar forces, and by lookup, which saw no such text."""
     size = target.config.vocab_size
     digits = {token for text, token in build_tokenizer().get_vocab().items() if any(map(str.isdigit, text))}
     others = DraftVocab(torch.tensor([token for token in range(size) if token not in digits]), size)
-    block_head = new_head(
-        BlockSection(kind="block", block_size=5, markov_rank=6, taps=target.taps), target.frozen, others, seed=1
-    ).eval()
+    section = BlockSection(kind="block", block_size=5, markov_rank=6, taps=target.taps)
+    block_head = new_head(section, target.frozen, others, seed=1).eval()
     drafters: dict[str, Drafter] = {
         "head without these tokens": HeadDrafter(head_of(target, others), Dynamic.chain(4)),
         "block head without these tokens": head_drafter(block_head.requires_grad_(False), Dynamic.chain(4)),
@@ -198,15 +189,10 @@ def test_calls_follow_their_tools_and_nothing_else(grammars: Grammars) -> None:
     parts = [{"properties": {name: {"const": 1}}, "required": [name]} for name in "ab"]
     tools = {'an "odd" <tool_call> \\ name': parameters, "any": {"type": "object"}, "both": {"allOf": parts}}
     odd = f'{{"name": {json.dumps(next(iter(tools)))}, "arguments": '
-    first, second = (
-        f'{odd}{{"name": "Tom </tool_call>", "of": {{"age": 3}}}}}}',
-        '{"name": "any", "arguments": {"x": [1]}}',
-    )
-    marked = [f"<tool_call>{newline}{call}{newline}</tool_call>" for newline in ("", "\n") for call in (first, second)]
-    wrong = [
-        f"<tool_call>{odd}{arguments}}}</tool_call>"
-        for arguments in ("{}", '{"name": 1}', '{"name": "x", "more": 1}', '{"name": "x", "of": {"more": 1}}')
-    ]
+    calls = f'{odd}{{"name": "Tom </tool_call>", "of": {{"age": 3}}}}}}', '{"name": "any", "arguments": {"x": [1]}}'
+    marked = [f"<tool_call>{newline}{call}{newline}</tool_call>" for newline in ("", "\n") for call in calls]
+    refused = "{}", '{"name": 1}', '{"name": "x", "more": 1}', '{"name": "x", "of": {"more": 1}}'
+    wrong = [f"<tool_call>{odd}{arguments}}}</tool_call>" for arguments in refused]
     for only_one in (True, False):
         grammar = grammars.tool_calls(tools, only_one)
         assert all(spells(grammar, call) for call in marked)

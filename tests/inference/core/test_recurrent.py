@@ -77,6 +77,7 @@ def counting(counts: list[int]) -> Callable[..., Any]:
     return counted
 
 
+@pytest.mark.parametrize("stateful", slow_unless(("qwen3_next", "lfm2", "own cache"), KINDS), indirect=True)
 def test_texts_are_those_of_transformers_and_drafts_change_none(stateful: TargetModel) -> None:
     """Alone, and in a batch whose rows accept different numbers, so that their windows differ in length."""
     wanted = texts(stateful, requests())
@@ -117,7 +118,6 @@ def test_layers_of_several_shapes_verify_trees_and_others_decode_plainly(name: s
 
 
 def test_a_rejection_costs_no_pass_until_the_window_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of two draft tokens is accepted in every step: 2 tokens a step, and one step in so many without drafts."""
     target, counts = TargetModel(make_family("qwen3_next"), ()), list[int]()
 
     class HalfRight(Moody):

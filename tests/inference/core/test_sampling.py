@@ -8,16 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process as theirs
 
 from headstart.inference.core.gumbel import as_one_kernel, gumbel_noise
 from headstart.inference.core.history import History
@@ -92,10 +83,8 @@ def test_a_gumbel_table_that_moves_on_is_one_drawn_anew() -> None:
     before = sampling.with_gumbel(first, 4, 97).gumbel_table
     for count in (1, 4, 6):
         moved = first + torch.tensor([2, 9, 0, -5])
-        continued = sampling.with_gumbel(moved, count, 97, before).gumbel_table
-        anew = sampling.with_gumbel(moved, count, 97).gumbel_table
-        assert continued is not None
-        assert anew is not None
+        continued: Any = sampling.with_gumbel(moved, count, 97, before).gumbel_table
+        anew: Any = sampling.with_gumbel(moved, count, 97).gumbel_table
         assert torch.equal(continued.first, anew.first)
         assert torch.equal(continued.values, anew.values)
 
@@ -108,36 +97,28 @@ def test_greedy_rows_get_no_noise_nor_do_temperatures_near_zero_and_a_top_k_of_0
     assert Sampling(1.0, top_k=0) == Sampling(1.0, top_k=-1) == Sampling(1.0)
     logits, positions = torch.randn(1, 500, 97), torch.arange(500).unsqueeze(0)
     greedy = logits.argmax(-1)
-    differing = [
-        int((alone(Sampling(temperature, seed=1)).choose(logits, positions) != greedy).sum())
-        for temperature in (1.0, 0.1, 1e-5, 1e-8)
-    ]
+    samplings = [alone(Sampling(temperature, seed=1)) for temperature in (1.0, 0.1, 1e-5, 1e-8)]
+    differing = [int((each.choose(logits, positions) != greedy).sum()) for each in samplings]
     assert differing[0] > differing[1] > differing[2] == differing[3] == 0
     assert Sampling(1e-9) == Sampling()  # dividing by less would overflow
 
 
-WARPERS: dict[str, tuple[dict[str, Any], list[LogitsProcessor]]] = {
-    "temperature": ({"temperature": 0.7}, [TemperatureLogitsWarper(0.7)]),
-    "top_k": ({"top_k": 5}, [TopKLogitsWarper(5)]),
-    "top_k of one": ({"top_k": 1}, [TopKLogitsWarper(1)]),
-    "top_k beyond the vocabulary": ({"top_k": 1000}, [TopKLogitsWarper(1000)]),
-    "top_p": ({"top_p": 0.8}, [TopPLogitsWarper(0.8)]),
-    "top_p of almost nothing": ({"top_p": 1e-9}, [TopPLogitsWarper(1e-9)]),
-    "min_p": ({"min_p": 0.1}, [MinPLogitsWarper(0.1)]),
-    "min_p of one": ({"min_p": 1.0}, [MinPLogitsWarper(1.0)]),
-    "bias": ({"logit_bias": ((3, 2.0), (5, -1.5))}, [SequenceBiasLogitsProcessor([[[3], 2.0], [[5], -1.5]])]),
-    "repetition": ({"repetition_penalty": 1.3}, [RepetitionPenaltyLogitsProcessor(1.3)]),
-    "all": (
-        {
-            "logit_bias": ((3, 2.0), (5, -1.5)), "repetition_penalty": 1.3,
-            "temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1,
-        },
-        [
-            SequenceBiasLogitsProcessor([[[3], 2.0], [[5], -1.5]]), RepetitionPenaltyLogitsProcessor(1.3),
-            TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), TopPLogitsWarper(0.8), MinPLogitsWarper(0.1),
-        ],
-    ),
-}  # fmt: skip
+BIAS = (3, 2.0), (5, -1.5)
+WARPERS: dict[str, tuple[dict[str, Any], list[theirs.LogitsProcessor]]] = {
+    "temperature": ({"temperature": 0.7}, [theirs.TemperatureLogitsWarper(0.7)]),
+    "top_k": ({"top_k": 5}, [theirs.TopKLogitsWarper(5)]),
+    "top_k of one": ({"top_k": 1}, [theirs.TopKLogitsWarper(1)]),
+    "top_k beyond the vocabulary": ({"top_k": 1000}, [theirs.TopKLogitsWarper(1000)]),
+    "top_p": ({"top_p": 0.8}, [theirs.TopPLogitsWarper(0.8)]),
+    "top_p of almost nothing": ({"top_p": 1e-9}, [theirs.TopPLogitsWarper(1e-9)]),
+    "min_p": ({"min_p": 0.1}, [theirs.MinPLogitsWarper(0.1)]),
+    "min_p of one": ({"min_p": 1.0}, [theirs.MinPLogitsWarper(1.0)]),
+    "bias": ({"logit_bias": BIAS}, [theirs.SequenceBiasLogitsProcessor([[[3], 2.0], [[5], -1.5]])]),
+    "repetition": ({"repetition_penalty": 1.3}, [theirs.RepetitionPenaltyLogitsProcessor(1.3)]),
+}
+EACH = "bias", "repetition", "temperature", "top_k", "top_p", "min_p"  # in transformers' order
+MERGED = {name: value for each in EACH for name, value in WARPERS[each][0].items()}
+WARPERS["all"] = MERGED, [processor for each in EACH for processor in WARPERS[each][1]]
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -152,7 +133,7 @@ def test_each_warper_matches_that_of_transformers(name: str, ties: bool) -> None
     batch, at = alone(Sampling(**{"temperature": 1.0, **options})), torch.zeros(1, 200).long()
     warped = batch.scores(logits.unsqueeze(0), None, history.at(at))[0].log_softmax(-1)
     texts: Any = torch.tensor([prompt + output] * 200)  # transformers annotates torch.LongTensor, which a Tensor is not
-    wanted = LogitsProcessorList(processors)(texts, logits).log_softmax(-1)
+    wanted = theirs.LogitsProcessorList(processors)(texts, logits).log_softmax(-1)
     if ties:  # the sort of transformers is not stable, so which of several equal tokens top-p drops is unspecified
         warped, wanted = warped.sort().values, wanted.sort().values
     assert torch.equal(warped.isinf(), wanted.isinf())
@@ -195,7 +176,6 @@ def test_a_history_counts_the_tokens_of_each_path_separately() -> None:
 
 @pytest.mark.parametrize("sampling", [replace(EVERYTHING, temperature=0.0), Sampling(0.7, logit_bias=((3, 2.0),))])
 def test_a_draft_vocabulary_scores_like_the_same_columns_of_the_full_one(sampling: Sampling) -> None:
-    """Up to the normalisation of each node, and only without top-k, top-p and min-p."""
     logits, positions = torch.randn(1, 6, 97), torch.arange(6).unsqueeze(0)
     tokens, parents = (of[:1] for of in a_tree())
     history = History.start([[1, 2, 3]], 97, "cpu").followed_by(tokens, ancestor_mask(parents))

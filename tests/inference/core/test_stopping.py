@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import slow_unless
+from matrix import slow
 from scripted import DRAFTERS, Oracle, Texts
 from shared_fixtures import HeadFactory
 
@@ -50,7 +50,6 @@ def stops_of(text: list[int]) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_end_of_the_text_does_not_depend_on_the_blocks_in_which_tokens_arrive(seed: int) -> None:
-    """The text is the shortest prefix with a stop string. The blocks depend on the drafter, the text must not."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(40):
         tokens = torch.randint(97, (30,), generator=generator).tolist()
@@ -93,12 +92,7 @@ def made(name: str, target: TargetModel, text: list[int], make_head: HeadFactory
     return None if name == "plain" else DRAFTERS[name](Texts(target, [PROMPT + text], make_head))
 
 
-@pytest.mark.parametrize(
-    "drafter",
-    slow_unless(
-        ("plain", "half right head, tree"), ["plain", "oracle", "truth hidden in a tree", "half right head, tree"]
-    ),
-)
+@pytest.mark.parametrize("drafter", [slow("oracle"), slow("truth hidden in a tree"), "plain", "half right head, tree"])
 def test_a_generation_ends_where_its_text_contains_a_stop_string(target, make_head, texts, drafter) -> None:
     """Also in the middle of an accepted path; the logprobs end there too."""
     ends = set()
@@ -142,7 +136,6 @@ def test_a_stop_string_that_begins_in_the_prompt_is_ignored(target, texts) -> No
 
 
 def test_stop_string_end_token_or_length_ends_a_text_whichever_comes_first(target, texts, monkeypatch) -> None:
-    """Even if all three lie in one accepted path."""
     text = texts[Sampling()]
     fresh = (i for i in range(3, 20) if text[i] not in text[:i] and text[i + 1] not in text[: i + 1])
     place = next(i for i in fresh if first_end(text, (detokenize(text[i : i + 1]),)) == i + 1)

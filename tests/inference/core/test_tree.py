@@ -1,6 +1,7 @@
 """Laws of draft trees: which nodes attend to which, which nodes are kept, and which path is accepted."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -86,9 +87,8 @@ def test_the_best_nodes_include_their_parents_even_with_ties(score_step: float) 
             tree = pool.best(roots, count)
             nodes = 1 + min(count, len(pool))
             assert tree.shape == (3, nodes)
-            for tokens, tree_parents, scores, parents in zip(
-                tree.tokens, tree.parents, all_scores, all_parents, strict=True
-            ):
+            for row, (scores, parents) in enumerate(zip(all_scores, all_parents, strict=True)):
+                tokens, tree_parents = tree.tokens[row], tree.parents[row]
                 numbers, above = tokens[1:], tree_parents[1:]
                 assert tree_parents[0] == -1
                 assert (above < torch.arange(1, nodes)).all()  # parents precede children
@@ -130,13 +130,11 @@ CAPACITY = 14
 LOWEST = torch.finfo(torch.float32).min
 
 
-def by_definition(
-    lengths: list[int], visible: Tensor, depths: Tensor | None, keys: int, window: int | None
-) -> list[list[list[bool]]]:
+def by_definition(lengths: list[int], visible: Tensor, depths: Tensor, keys: int, window: int | None) -> list[Any]:
     size, pending = visible.shape[1:]
     rows = []
     for row, held in enumerate(lengths):
-        seen, deep = visible[row % len(visible)], None if depths is None else depths[row % len(depths)]
+        seen, deep = visible[row % len(visible)], depths[row % len(depths)]
         queries = []
         for query in range(size):
             allowed = []
@@ -144,7 +142,6 @@ def by_definition(
                 index = key - held  # among the pending tokens
                 may = index < 0 or (index < pending and bool(seen[query, index]))
                 if may and window is not None:
-                    assert deep is not None
                     position = key if index < 0 else held + int(deep[index])
                     may = held + int(deep[pending - size + query]) - position < window
                 allowed.append(may)

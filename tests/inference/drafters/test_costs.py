@@ -21,7 +21,7 @@ from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core import recurrent
-from headstart.inference.core.drafter import PLAIN, Drafter
+from headstart.inference.core.drafter import PLAIN
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters import cost_measurement
 from headstart.inference.drafters.build import growth_for, growth_from_recipe, load_costs
@@ -122,15 +122,11 @@ def test_drafts_of_every_kind_are_measured(folder: Path, target: TargetModel, ma
     """Only those of heads were, so that prompt lookup went on at .6 of plain decoding's speed."""
     section = DecodeSection(drafter="prompt_lookup", growth="dynamic", depth=3, max_batch=1)
     growth = Dynamic(3, 2, 6)
-    drafters: list[Drafter] = [
-        HeadDrafter(make_head(), growth),
-        ModelDrafter(target, growth, target),
-        Lookup(growth_for(section, target)),
-    ]
-    tables = [load_costs(section, target, drafter) for drafter in drafters]
+    head, lookup = HeadDrafter(make_head(), growth), Lookup(growth_for(section, target))
+    drafters = head, lookup, ModelDrafter(target, growth, target)
+    tables: list[Any] = [load_costs(section, target, drafter) for drafter in drafters]
     assert len({id(table) for table in tables}) == len(list(folder.iterdir())) == 3
     for table in tables:
-        assert table is not None
         assert table.surface.first_level[0] > 0
         assert table.surface.complete
     assert load_costs(section, target, PLAIN) is None
@@ -169,9 +165,7 @@ DAMAGES: dict[str, Callable[[str], str]] = {
 }
 
 
-def test_a_broken_or_foreign_file_is_measured_anew_and_a_cache_that_cannot_be_written_is_no_error(
-    folder, anew, tmp_path, monkeypatch
-) -> None:
+def test_a_broken_file_is_measured_anew_and_a_locked_cache_is_no_error(folder, anew, tmp_path, monkeypatch) -> None:
     anew()
     (path,) = folder.iterdir()
     for symptom, damage in DAMAGES.items():

@@ -1,7 +1,6 @@
 """Laws of the drafters that need no training: they never change the text, and each drafts what its method says. Repeats
 add to what a head drafts."""
 
-import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -10,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, WINDOW
-from matrix import slow_unless
 from scripted import PENALTIES, SetCosts, noisy_copy, paths
 from shared_fixtures import HeadFactory
 from tiny_run import build_tokenizer
 
 from headstart.inference.core.cache import KVCache
-from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.gumbel import gumbel_noise
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
@@ -35,45 +31,14 @@ from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
 
 NO_CACHE = KVCache.allocate((1, 1, 1), None, 1)
-LIMITS = Growth(depth=5, width=3, nodes=12)
 # The chain of the likeliest token at each of four depths, with branches.
 BUSHY = Fixed(((0,), (1,), (2,), (0, 0), (1, 0), (0, 1), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)))
 
 
 def verified_text(text: list[int], remaining: int, sampling: Sampling | None = None, key: int = 0) -> VerifiedOnHost:
-    return VerifiedOnHost(
-        taps=torch.zeros(1, 1, 0),
-        next_tokens=torch.tensor([text[-1:]]),
-        roots=torch.tensor([text[-1:]]),
-        sampling=BatchSampling([sampling or Sampling()], "cpu"),
-        history=None,
-        rows=[VerifiedRow(text, len(text) - 2, 1, remaining, key)],
-    )
-
-
-def drafters(target: TargetModel, draft: TargetModel) -> dict[str, Drafter]:
-    return {
-        "draft model, chain": ModelDrafter(draft, Dynamic.chain(4), target),
-        "draft model, tree": ModelDrafter(draft, Dynamic(4, 3, 9), target),
-        "draft model, fixed tree": ModelDrafter(draft, BUSHY, target),
-        "prompt lookup": Lookup(LIMITS),
-    }
-
-
-# Sliding windows and a scaled embedding; learned positions.
-@pytest.mark.parametrize("family", slow_unless(("gemma3",), FAMILIES))
-def test_every_drafter_works_with_every_model_family(family: str) -> None:
-    target = TargetModel(FAMILIES[family](), ())
-    draft = TargetModel(FAMILIES[family](), ())
-    samplings = itertools.cycle([Sampling(), Sampling(1.0, seed=2)])
-    prompts = [list(range(length)) for length in (WINDOW + 9, WINDOW - 3, 2)]
-    requests = [Request(prompt, 6, next(samplings)) for prompt in prompts]
-    wanted = [generate(target, request.prompt, 6, request.sampling).tokens for request in requests]
-    for name, drafter in drafters(target, draft).items():
-        found = generate_batch(target, requests, drafter, 3)
-        assert [generation.tokens for generation in found] == wanted, name
-        if name == "draft model, chain":  # it equals the target, so every draft token is accepted
-            assert all(generation.stats.steps <= 2 for generation in found), name
+    own, root = BatchSampling([sampling or Sampling()], "cpu"), torch.tensor([text[-1:]])
+    rows = [VerifiedRow(text, len(text) - 2, 1, remaining, key)]
+    return VerifiedOnHost(torch.zeros(1, 1, 0), root, root, own, None, rows)
 
 
 @pytest.mark.each_value
@@ -96,8 +61,8 @@ def test_a_draft_model_must_fit_but_for_the_size_of_its_vocabulary(target, make_
     for sampling, size in ((Sampling(), 120), (added, 64)):
         drafter = ModelDrafter(TargetModel(make_model(vocab_size=size), ()), Dynamic(3, 3, 9), target)
         assert len(drafter.ids) == min(size, 97)
-        wanted = generate(target, prompt, 12, sampling).tokens
-        assert generate(target, prompt, 12, sampling, drafter).tokens == wanted
+        wanted = generate(target, prompt, 8, sampling).tokens
+        assert generate(target, prompt, 8, sampling, drafter).tokens == wanted
 
 
 def test_a_draft_model_reads_its_root_where_the_cache_has_moved_it(target, monkeypatch) -> None:
@@ -128,9 +93,8 @@ def test_prompt_lookup_follows_the_longest_ngram_prefers_the_latest_and_keeps_th
     assert wide == {(4,), (5,), (9,), (4, 1), (5, 8), (9, 9)}
     assert drafted_paths(chain, text, remaining=1) == {(9,)}
     assert drafted_paths(chain, [1, 2, 3]) == set()
-    assert drafted_paths(Lookup(Growth(5, 1, 5), ngram=2), [3, 1, 2, 1, 2]) == {
-        (1, 2, 1, 2, 1)[:n] for n in range(1, 6)
-    }
+    repeated = drafted_paths(Lookup(Growth(5, 1, 5), ngram=2), [3, 1, 2, 1, 2])
+    assert repeated == {(1, 2, 1, 2, 1)[:count] for count in range(1, 6)}
     # 1 2 occurs 9 times, 1 3 once, and 4 always follows 2, 5 always follows 3; probabilities in brackets:
     # root 1 - 2 (.9) - 4 (.9)
     # \\- 3 (.1) - 5 (.1)
@@ -144,13 +108,11 @@ def test_continuations_match_a_naive_search() -> None:
     for end in range(2, 60):
         for ngram in (1, 2, 4):
             places, length = Continuations.of_longest_match(text[:end], ngram)
-            tail = text[:end]
-            matches = {
-                n: [i + n for i in range(end - n) if tail[i : i + n] == tail[end - n :]] for n in range(1, ngram + 1)
-            }
-            best = max((n for n in matches if matches[n]), default=0)
+            tail, sizes = text[:end], range(1, ngram + 1)
+            ends = {n: [i + n for i in range(end - n) if tail[i : i + n] == tail[end - n :]] for n in sizes}
+            best = max((n for n in ends if ends[n]), default=0)
             assert length == best
-            assert [place for place, _ in places.places] == (matches[best][::-1] if best else [])
+            assert [place for place, _ in places.places] == (ends[best][::-1] if best else [])
 
 
 def test_a_lookup_ranks_siblings_by_the_targets_gumbel_noise() -> None:

@@ -1,46 +1,41 @@
 """Laws of the drafters of heads. Decoding stays lossless with wrong drafts, so only these tests see a wrong tree."""
 
 import itertools
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from drafting import GROWTHS, OTHER_TEXTS, PENALTIES, TEXT, Naive, draft, new_cache, read_taps, verified
-from families import FAMILIES
-from matrix import slow_unless
-from scripted import paths
+from families import make_family
+from scripted import SetCosts, paths
 from shared_fixtures import HeadFactory
 from torch.testing import assert_close
 
 from headstart.heads.base import DraftHead
-from headstart.heads.frozen import FrozenTarget
-from headstart.heads.kinds.block import BlockHead
 from headstart.heads.kinds.block_attention import Reach
 from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.layers import rotary_table
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.calibrate import score_text
 from headstart.inference.core.cache import Move
-from headstart.inference.core.drafter import NoDrafter
+from headstart.inference.core.drafter import Situation
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.tree import Tree
+from headstart.inference.drafters.costs import CostAware
 from headstart.inference.drafters.for_heads import head_drafter
-from headstart.inference.drafters.growth import Dynamic, Fixed
+from headstart.inference.drafters.growth import ByChance, Dynamic, Fixed, Pool
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.model import TargetModel
-from headstart.recipes.schema_heads import BlockSection, HeadSection, PEagleSection
+from headstart.recipes.schema_heads import BlockSection
 
 # Kind, shape, and tokens of the draft vocabulary; the target has 97.
 HEADS: dict[str, tuple[str, dict[str, Any], int]] = {
     "eagle3": ("eagle3", {}, 97),
     "eagle3.1 of 20 tokens": ("eagle3", {"fc_norm": True, "norm_output": True}, 20),
     "DSpark": ("block", {"markov_rank": 6}, 97),
-    "gated, windows": (
-        "block",
-        {"markov_rank": 6, "markov_gate": True, "reaches": (Reach(window=3, causal=True), Reach())},
-        20,
-    ),
+    "gated, windows": ("block", {"markov_rank": 6, "markov_gate": True, "reaches": (Reach(3, True), Reach())}, 20),
     "DFlash": ("block", {"sample_from_anchor": False, "block_size": 5}, 97),
     "JetSpec": ("block", {"reaches": (Reach(causal=True),) * 3, "block_size": 6}, 97),
 }
@@ -60,11 +55,7 @@ heads, two_heads = (pytest.mark.parametrize("drafting_head", names, indirect=Tru
 @pytest.mark.each_value
 @growths
 @heads
-@pytest.mark.parametrize(
-    "sampling",
-    [Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_p=0.8, seed=1), PENALTIES],
-    ids=["greedy", "T=1", "top-p", "penalties"],
-)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_p=0.8, seed=1), PENALTIES])
 def test_a_drafted_tree_equals_the_naive_one(target, drafting_head, growth, sampling) -> None:
     """With a block head too, the children of a node follow from the node's own token, not from its siblings."""
     drafter = head_drafter(drafting_head, growth)
@@ -85,10 +76,9 @@ def test_each_row_of_a_batch_gets_the_tree_that_it_gets_alone(target, drafting_h
     cache = new_cache(target, drafter, len(texts), static)
     spans = [(0, len(text) - 1) for text in texts]
     tree = draft(drafter, verified(target, samplings, *spans, texts=texts, remaining=remaining), cache)
-    assert paths(tree) == [
-        Naive(drafting_head, target, text, sampling).tree(growth, left)
-        for text, sampling, left in zip(texts, samplings, remaining, strict=True)
-    ]
+    rows = zip(texts, samplings, remaining, strict=True)
+    naive = ((Naive(drafting_head, target, text, sampling), left) for text, sampling, left in rows)
+    assert paths(tree) == [each.tree(growth, left) for each, left in naive]
 
 
 @pytest.mark.each_value
@@ -129,10 +119,8 @@ def test_prefill_reads_all_of_a_prompt_but_its_last_position(target: TargetModel
     drafter, sampling = head_drafter(drafting_head, Dynamic(3, 4, 8)), Sampling(1.0, seed=3)
     wanted, taps = [Naive(drafting_head, target, TEXT, sampling).tree(drafter.growth)], read_taps(target, TEXT)
     for pieces, row in ((1, 0), (1, 1), (2, 0)):
-        cache = new_cache(target, drafter, 2)
+        cache: Any = new_cache(target, drafter, 2)
         view = cache.row(row)
-        assert cache.head is not None
-        assert view.head is not None
         if pieces == 1:
             drafter.prefill(taps, torch.tensor([TEXT]), view)
         else:
@@ -157,45 +145,9 @@ def test_a_tree_wider_than_the_heads_vocabulary_is_refused(make_head: HeadFactor
         HeadDrafter(head, Fixed(tuple((number,) for number in range(7))))
 
 
-SIZES: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2}
-IN_ONE_PASS: dict[str, HeadSection] = {
-    "DSpark": BlockSection(kind="block", block_size=4, markov_rank=6, **SIZES),
-    "DFlash": BlockSection(kind="block", block_size=4, markov_rank=0, **SIZES),
-    "P-EAGLE": PEagleSection(kind="peagle", depths=4, num_layers=2, taps=(0, 1, 2), **SIZES),
-}
-
-
-def varied_head(frozen: FrozenTarget, kind: str) -> DraftHead:
-    """A head for any target, with no weight at zero."""
-    head = new_head(IN_ONE_PASS[kind], frozen, DraftVocab.full(frozen.config.vocab_size), seed=1)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return head.eval().requires_grad_(False)
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("name", slow_unless(("gemma3", "int8"), FAMILIES))
-@pytest.mark.parametrize("kind", IN_ONE_PASS)
-def test_decoding_is_lossless_for_every_family(name: str, kind: str) -> None:
-    """At T = 0, 0.7 and 1, in one batch of rows of different lengths, the text is that of plain decoding."""
-    target = TargetModel(FAMILIES[name](), ())
-    head = varied_head(target.frozen, kind)
-    target = TargetModel(target.model, head.taps)
-    prompts = [[5, 6, 7, 11, 3], [40, 2], [9, 60, 33, 14, 50, 51, 52, 1]]
-    samplings = [Sampling(), Sampling(0.7, seed=4), Sampling(1.0, seed=5)]
-    requests = [Request(prompt, 8, sampling) for prompt, sampling in zip(prompts, samplings, strict=True)]
-    plain = generate_batch(target, requests, NoDrafter(), 4)
-    drafted = generate_batch(target, requests, head_drafter(head, Dynamic(3, 12, 60)), 4)
-    assert [each.tokens for each in drafted] == [each.tokens for each in plain]
-    assert any(each.stats.acceptance_length > 1 for each in drafted)
-
-
 def test_a_block_head_turns_by_the_yarn_of_its_target() -> None:
-    target = TargetModel(FAMILIES["gpt_oss"](), ())
-    head = varied_head(target.frozen, "DSpark")
-    assert isinstance(head, BlockHead)
+    section = BlockSection(kind="block", num_heads=4, num_kv_heads=2)
+    head: Any = new_head(section, TargetModel(make_family("gpt_oss"), ()).frozen, DraftVocab.full(97), seed=1)
     assert head.target.rope.kind == "yarn"
     wanted = rotary_table(head.target.rope, head.shape.head_dim, len(head.rotary))
     assert torch.equal(head.rotary, wanted)
@@ -212,3 +164,44 @@ def test_calibration_scores_a_text_as_drafting_would(target: TargetModel, make_h
             wanted = Naive(head, target, prefix, Sampling()).logits(tuple(path))[0, 0]
             assert_close(found.without_noise[row], wanted, atol=1e-4, rtol=1e-4)
             assert int(found.columns[row]) == TEXT[row + 2 + depth]
+
+
+@pytest.mark.parametrize(
+    ("chances", "level", "nodes", "shape"),
+    [
+        ([0.99, 0.98, 0.97, 0.96, 0.01, 0.01, 0.01], 0.01, 400, (4, 7)),  # sure, and all is cheap
+        ([0.99, 0.98, 0.97, 0.96, 0.01, 0.01, 0.01], 5.0, 400, (1, 3)),  # a level takes as long as five steps
+        ([0.99, 0.02, 0.01, 0.01, 0.01, 0.01, 0.01], 0.01, 2, (1, 1)),  # verifying is dear, and one token is likely
+    ],
+    ids=["deep", "shallow", "one token"],
+)
+def test_costs_and_earlier_chances_say_how_deep_to_draft_and_how_much_to_verify(chances, level, nodes, shape) -> None:
+    """Captured steps plan their trees from earlier ones, as no step may wait for its own chances."""
+    growth, full = CostAware(4, 3, 7, SetCosts(level, nodes)), (4, 7)
+    parents = torch.tensor([[-1, 0, 1, 2, 3, 0, 0, 1]]).expand(2, -1)
+    drawn = Tree(parents + 5, parents, 4, log_chances=torch.tensor([chances, chances]).log())
+    planned = []
+    for _ in range(1000):
+        policy, size = growth.planned(Situation(2, 1, greedy=True))
+        planned.append((policy.depth, size))
+        assert policy in growth.shapes()
+        if planned[-1] == full:
+            growth.observe(drawn)
+    assert planned[0] == full  # to see what it brings
+    assert Counter(planned).most_common(1)[0][0] == shape
+    longer = growth._seconds(*full) - growth._seconds(*shape)
+    assert planned.count(full) * longer <= 0.03 * len(planned) * growth._seconds(*shape)
+
+
+def test_the_first_nodes_in_the_order_of_their_chances_are_the_best_smaller_tree() -> None:
+    pool, totals, numbers = Pool(), torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.long)
+    random = torch.Generator().manual_seed(0)
+    for _level in range(3):
+        scores = totals.repeat_interleave(3, 1) - torch.rand(2, totals.shape[1] * 3, generator=random)
+        first = pool.add(scores, torch.arange(scores.shape[1]).expand(2, -1), numbers)
+        totals, chosen = scores.topk(3, dim=1)
+        numbers = first + chosen
+    roots = torch.tensor([[40], [41]])
+    ordered = ByChance(3, 3, 15).prune(pool, roots)
+    for count in (0, 1, 4, 11, 15):
+        assert paths(ordered.first(count)) == paths(Dynamic(3, 3, count).prune(pool, roots))

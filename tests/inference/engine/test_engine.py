@@ -99,9 +99,7 @@ def drafter_of(kind: str, target: TargetModel, make_head: HeadFactory, make_mode
 @pytest.mark.parametrize("kind", ["eagle3", "block", "draft model"])
 @pytest.mark.parametrize("piece", slow_unless((7, 64), (1, 7, 64)))
 @pytest.mark.parametrize("static", [False, True])
-def test_a_prompt_that_is_read_in_pieces_is_continued_as_one_read_at_once(
-    target: TargetModel, make_head: HeadFactory, make_model: ModelFactory, kind: str, piece: int, static: bool
-) -> None:
+def test_a_prompt_in_pieces_is_continued_as_one_read_whole(target, make_head, make_model, kind, piece, static) -> None:
     """The same trees are drafted too: a head read each piece with the token after it, which the prompt holds, and a
     draft model reads each piece as the target does."""
     requests = [Request(LONG[:70], 9), Request([3], 30, Sampling(1.0, seed=1)), Request(LONG[:20], 5, Sampling(0.8))]
@@ -331,9 +329,7 @@ def random_request(rng: random.Random) -> Request:
     ("seed", "static", "count"),
     slow_unless([(0, False, 14)], [(0, False, 14), (0, False, 30), (1, False, 30), (2, True, 30)]),
 )
-def test_each_text_is_that_of_its_request_alone_whatever_else_happens(
-    target: TargetModel, make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch, seed: int, static: bool, count: int
-) -> None:
+def test_each_text_is_that_of_its_request_alone(target, make_head, monkeypatch, seed, static, count) -> None:
     """Requests come in bursts and are cancelled at random; prompts are read in pieces of random size; prefixes are
     found, or were dropped; memory is short; drafts stop with three rows, and the drafter catches up in several steps;
     some rows fail.

@@ -3,6 +3,7 @@ whole; each request of a batch gets the text, and takes the steps, that it would
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -136,9 +137,8 @@ def test_logprobs_of_a_prompt_are_whole_however_it_is_read(make_model, make_head
         loop.submit(Request([7], 20))
         loop.step()
         loop.step()
-    scored = [
-        Request([*SYSTEM, *rest], 3, logprobs=True, prompt_logprobs=True, alternatives=2) for rest in ([60], [61, 8])
-    ]
+    asked = Request([*SYSTEM, 60], 3, logprobs=True, prompt_logprobs=True, alternatives=2)
+    scored = [asked, replace(asked, prompt=[*SYSTEM, 61, 8])]
     numbers = [loop.submit(request) for request in [*scored, Request([*SYSTEM, 60], 3), Request([9], 3)]]
     finish(loop)
     for request, number in zip(scored, numbers, strict=False):
@@ -319,10 +319,9 @@ def five_token_target(make_model: ModelFactory) -> TargetModel:
 
 def chi_square(target: TargetModel, growth: GrowthPolicy, sampling: Sampling, num_texts: int) -> float:
     """The chi-square statistic of the second and third new tokens against their exact probabilities."""
-    sizes = Eagle3Shape(
-        hidden_size=16, intermediate_size=16, num_heads=1, num_kv_heads=1, head_dim=16, taps=target.taps
-    )
-    head = Eagle3Head(sizes, target.frozen, DraftVocab.full(5))
+    sizes: Any = dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), 16)
+    shape = Eagle3Shape(**sizes, num_heads=1, num_kv_heads=1, taps=target.taps)
+    head = Eagle3Head(shape, target.frozen, DraftVocab.full(5))
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.3)
     drafter, prompt = HeadDrafter(head.requires_grad_(False), growth), [1, 4, 2]
@@ -349,11 +348,7 @@ SHALLOW = Fixed(((0,), (1,), (0, 0), (0, 1), (1, 0)))
     ("growth", "sampling", "count"),
     [
         (SHALLOW, Sampling(1.0), 200),
-        *(
-            slow((growth, sampling, 2_000))
-            for growth in (Dynamic.chain(2), SHALLOW)
-            for sampling in (Sampling(1.0), WARPED)
-        ),
+        *map(slow, itertools.product((Dynamic.chain(2), SHALLOW), (Sampling(1.0), WARPED), (2_000,))),
     ],
 )
 def test_sampled_texts_have_the_targets_distribution(five_token_target, growth, sampling, count) -> None:

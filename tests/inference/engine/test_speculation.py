@@ -135,9 +135,7 @@ def test_reading_the_prompts_of_new_rows_makes_no_step_look_slow(target: TargetM
 
 
 @pytest.mark.parametrize(("prompt", "caught_up"), [(60, True), slow((4, False))], ids=["long", "short"])
-def test_rows_write_without_drafts_while_a_prompt_is_read_beside_them_then_draft_as_before(
-    target: TargetModel, make_head: HeadFactory, prompt: int, caught_up: bool
-) -> None:
+def test_rows_write_without_drafts_beside_a_prompt_then_draft_as_before(target, make_head, prompt, caught_up) -> None:
     """A step with drafts and a piece of a prompt takes longer than a row should wait. Of a few missed positions the
     head reads all with its next draft, so that no row waits for the others' catching up.
     """
@@ -276,10 +274,8 @@ def test_plain_steps_that_were_measured_on_a_busy_machine_are_corrected() -> Non
     table = CostTable(CostSurface((1, 2, 8), (3.0, 3.0, 3.1), 8, (0, 0), (0, 0), (0.1, 0), (0.1, 0)), width=1)
     by_load, at = SpeculationByLoad(table), Situation(100, 1, True)
     by_load.observe(accepted(2), 2, levels=1)
-    before = by_load.gain(at)
+    before: Any = by_load.gain(at)
     for _ in range(32):
         table.observe_plain(at, 1.0)
-    after = by_load.gain(at)
-    assert before is not None
-    assert after is not None
+    after: Any = by_load.gain(at)
     assert after < 0.5 * before

@@ -159,10 +159,7 @@ def folders(target_folder: Path, head: Eagle3Head, tmp_path_factory: pytest.Temp
 FROM_FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
     "a target that does not exist": ({"target": "nothing/here"}, "target:  | 'nothing/here' | or a hub name"),
     "a head as the target": ({"target": "head"}, "head | no embedding | looked for | give the whole target"),
-    "a target that lacks a tensor": (
-        {"target": "no tensor"},
-        "no tensor | model.layers.3.mlp.up_proj.weight is missing",
-    ),
+    "a target without a tensor": ({"target": "no tensor"}, "no tensor | model.layers.3.mlp.up_proj.weight is missing"),
     "a tensor of another shape": ({"target": "other shape"}, "other shape | is [5, 32] but should be [48, 32]"),
     "a target that was cut short": ({"target": "cut short"}, "cut short | cannot be read | download the target again"),
     "a target of an unknown type": ({"target": "unknown"}, "config.json | abacus | none of | not supported"),
@@ -199,9 +196,7 @@ def test_from_folders_names_the_argument(symptom: str, folders: dict[str, Path])
     assert_raises(lambda: SpeculativeModel.from_folders(**fields), says)
 
 
-def test_from_folders_refused_the_automatic_number_format_and_loaded_large_targets_in_silence(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_from_folders_refused_dtype_auto_and_loaded_large_targets_in_silence(folders, monkeypatch, capsys) -> None:
     fast, loud = getattr(torch, fast_dtype(torch.device("cpu"))), f"loading {folders['target']}: 0.0 GB\n"
     for dtype, expected, most, says in (("auto", fast, 10**9, ""), (torch.float32, torch.float32, 1000, loud)):
         monkeypatch.setattr("headstart.inference.targets.model.QUIET_BYTES_MAX", most)
@@ -232,10 +227,7 @@ def test_the_parts_of_a_model_are_checked(model, target, head, make_model) -> No
             lambda: SpeculativeModel(untapped, model.drafter).generate(IDS, max_new_tokens=2),
             Says("taps", "[0, 1, 2]", "loaded with taps []", "TargetModel.load(section, head.taps)"),
         ),
-        (
-            lambda: TargetModel(plain, (2, 99)),
-            Says("head.taps", "[2, 99]", "0 to 2 are allowed", "leave head.taps out"),
-        ),
+        (lambda: TargetModel(plain, (2, 99)), Says("head.taps", "[2, 99]", "0 to 2 are allowed", "leave head.taps")),
     ]
     for call, says in cases:
         assert_raises(call, says)

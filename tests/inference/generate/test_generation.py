@@ -21,17 +21,16 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 from headstart.heads.kinds.checkpoint import save_head
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.inference.core.history import History
-from headstart.inference.core.request import Generation
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.engine.loop import generate
-from headstart.inference.generate.model import SpeculativeModel, SpeculativeOutput
+from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.generate.settings import IGNORED, SUPPORTED, Settings, read_sampling, read_settings
 from headstart.inference.targets.model import TargetModel
 
-INF, PAD, NEW = float("inf"), 96, 10
+INF, PAD, NEW = float("inf"), 96, 8
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPTS = [[5, 6, 7, 11], [23, 9], [40, 41, 42, 43, 44, 5, 17]]
 DEMO = Path(__file__).parents[3] / "assets" / "demo_target"
@@ -47,16 +46,12 @@ def left_padded(prompts: list[list[int]], pad: int = PAD) -> dict[str, Any]:
 BATCH, ALONE = left_padded(PROMPTS), left_padded(PROMPTS[:1])
 
 
-def written_by(model: SpeculativeModel, **fields: Any) -> Tensor:
-    found = model.generate(**fields)
-    assert isinstance(found, Tensor)
-    return found
+def written_by(model: Any, **fields: Any) -> Any:
+    return model.generate(**fields)
 
 
-def output_of(model: SpeculativeModel, **fields: Any) -> SpeculativeOutput:
-    found = model.generate(**fields, return_dict_in_generate=True)
-    assert isinstance(found, SpeculativeOutput)
-    return found
+def output_of(model: Any, **fields: Any) -> Any:
+    return model.generate(**fields, return_dict_in_generate=True)
 
 
 @pytest.fixture(scope="module")
@@ -169,9 +164,7 @@ def test_texts_stop_at_the_same_strings_as_in_transformers(target: TargetModel, 
     assert torch.equal(written_by(SpeculativeModel(target, tokenizer=tokenizer), **ALONE, **one), alone)
 
 
-def test_a_stop_string_may_be_a_special_token_or_begin_with_the_space_of_the_first_new_token(
-    target: TargetModel, theirs: Any, tokenizer: Any
-) -> None:
+def test_a_stop_string_may_be_a_special_token_or_begin_with_the_first_new_space(target, theirs, tokenizer) -> None:
     """Tokenizers like that of Llama 2 strip the first space of the text that they decode."""
     name = tokenizer.decode([0])
     assert name in tokenizer.all_special_tokens
@@ -194,15 +187,13 @@ def test_a_stop_string_may_be_a_special_token_or_begin_with_the_space_of_the_fir
     assert torch.equal(written_by(SpeculativeModel(target, tokenizer=tokenizer), **ALONE, **fields), wanted)
 
 
+SEVERAL: dict[str, Any] = {"top_k": 5, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3}
 # The defaults are those of transformers: with do_sample, top_k is 50.
 MEANINGS: list[tuple[dict[str, Any], Sampling]] = [
     ({}, Sampling()),
     ({"do_sample": True}, Sampling(1.0, top_k=50)),
     ({"do_sample": True, "temperature": 0.7, "top_k": 0}, Sampling(0.7)),
-    (
-        {"do_sample": True, "top_k": 5, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3},
-        Sampling(1.0, top_k=5, top_p=0.9, min_p=0.05, repetition_penalty=1.3),
-    ),
+    ({"do_sample": True, **SEVERAL}, Sampling(1.0, **SEVERAL)),
     ({"do_sample": True, "sequence_bias": {(4,): 2.0}}, Sampling(1.0, 50, logit_bias=((4, 2.0),))),
     ({"repetition_penalty": 1.3}, Sampling(repetition_penalty=1.3)),
     ({"temperature": 0}, Sampling()),
@@ -217,9 +208,8 @@ def test_fields_mean_what_they_mean_in_transformers(fields: dict[str, Any], mean
     assert read_sampling(read_settings(GenerationConfig(**fields), {})) == meant
     if meant.temperature == 0:
         return
-    found = theirs.generate(
-        **ALONE, max_new_tokens=1, return_dict_in_generate=True, output_scores=True, output_logits=True, **fields
-    )
+    details = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    found = theirs.generate(**ALONE, max_new_tokens=1, **details, **fields)
     history = History.start(PROMPTS[:1], 97, "cpu")
     scores = BatchSampling([meant], "cpu").scores(found.logits[0].unsqueeze(1), None, history)
     torch.testing.assert_close(scores[:, 0].softmax(-1), found.scores[0].softmax(-1))
@@ -238,7 +228,7 @@ def test_none_switches_off_in_the_call_and_keeps_the_default_in_a_configuration(
 
 
 def test_sampled_text_depends_only_on_prompt_and_seed(target: TargetModel, model: SpeculativeModel) -> None:
-    fields = {"max_new_tokens": 6, "do_sample": True, "top_p": 0.95, "presence_penalty": 0.4}
+    fields = {"max_new_tokens": 4, "do_sample": True, "top_p": 0.95, "presence_penalty": 0.4}
     sampling = Sampling(1.0, top_k=50, top_p=0.95, presence_penalty=0.4)
     width = len(PROMPTS[2])
 
@@ -246,7 +236,7 @@ def test_sampled_text_depends_only_on_prompt_and_seed(target: TargetModel, model
         return written_by(own, **BATCH, **fields, **more)[:, width:].tolist()
 
     def alone(prompt: list[int], seed: int) -> list[int]:
-        return generate(target, prompt, 6, replace(read_sampling(read_settings(None, fields)), seed=seed)).tokens
+        return generate(target, prompt, 4, replace(read_sampling(read_settings(None, fields)), seed=seed)).tokens
 
     assert read_sampling(read_settings(None, fields)) == sampling
     wanted = {(row, seed): alone(prompt, seed) for row, prompt in enumerate(PROMPTS) for seed in range(4)}
@@ -264,10 +254,8 @@ def test_the_detailed_output_agrees_with_transformers(model: SpeculativeModel, t
     assert torch.equal(found.sequences, wanted.sequences)
     width, logprobs = len(PROMPTS[2]), torch.stack(wanted.logits, dim=1).log_softmax(-1)  # [batch, new, vocab]
     chosen = logprobs.gather(2, wanted.sequences[:, width:, None]).squeeze(2)
-    assert found.logprobs is not None
     assert found.logprobs.shape == chosen.shape
     for row, (generation, prompt) in enumerate(zip(found.generations, PROMPTS, strict=True)):
-        assert isinstance(generation, Generation)
         count = len(generation.tokens)
         assert found.sequences[row, width : width + count].tolist() == generation.tokens
         assert (found.sequences[row, width + count :] == PAD).all()
@@ -291,9 +279,7 @@ class Recorder:
         self.given.append("end")
 
 
-def test_a_streamer_is_given_the_same_as_by_transformers_and_stream_yields_the_text_in_blocks(
-    target: TargetModel, theirs: Any, ends: list[int]
-) -> None:
+def test_a_streamer_gets_what_transformers_gives_and_stream_yields_the_text_in_blocks(target, theirs, ends) -> None:
     cases: list[dict[str, Any]] = [{"max_new_tokens": NEW}, {"max_new_tokens": NEW, "eos_token_id": ends}]
     for fields in cases:
         wanted, found = Recorder(), Recorder()
@@ -316,14 +302,11 @@ def test_every_other_field_is_refused_unless_it_has_its_default() -> None:
     assert read_settings(None, {**documented, **off}) == read_settings(GenerationConfig(), {}) == Settings()
     read_settings(GenerationConfig(**documented), {})
     read_settings(GenerationConfig.from_pretrained(DEMO), {})
-    read_settings(
-        None, {"logits_processor": [], "stopping_criteria": [], "prefix_allowed_tokens_fn": None, "synced_gpus": False}
-    )
+    empty: Any = {"logits_processor": [], "stopping_criteria": [], "prefix_allowed_tokens_fn": None}
+    read_settings(None, {**empty, "synced_gpus": False})
 
 
-def test_from_folders_is_ready_to_use_and_without_a_head_drafts_by_prompt_lookup(
-    target_folder: Path, head: Eagle3Head, deep_target: TargetModel, tmp_path: Path
-) -> None:
+def test_from_folders_without_a_head_drafts_by_prompt_lookup(target_folder, head, deep_target, tmp_path) -> None:
     """Without one it always failed: the default drafter is a head."""
     save_head(head, tmp_path / "head")
     theirs: Any = deep_target.model

@@ -1,6 +1,5 @@
 """Laws of a target's generation_config.json: `generate` reads it as transformers does, and all else reads it alike."""
 
-import copy
 import json
 import warnings
 from functools import partial
@@ -22,10 +21,10 @@ from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.generate.defaults import TargetDefaults
-from headstart.inference.generate.model import SpeculativeModel, SpeculativeOutput
+from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.generate.settings import ONLY_WHEN_SAMPLING
 from headstart.inference.serve.options import ServerSettings
-from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.model import TargetModel, end_tokens, pad_token
 from headstart.inference.targets.tokenizer import visible_text_of
 
 ASSETS = Path(__file__).parents[3] / "assets"
@@ -41,16 +40,16 @@ class Demo:
 
     def __init__(self) -> None:
         load: Any = partial(AutoModelForCausalLM.from_pretrained, DEMO, dtype=torch.float32)
-        self.theirs, self.own = load(), load()
+        self.theirs, self.target = load(), TargetModel(load(), (2, 8, 13))
         self.theirs.generation_config = GenerationConfig()
         self.without_file = self.theirs.generate(**prompts(**SHORT)).tolist()
-        self.drafter = HeadDrafter(load_head_for(HEAD, TargetModel(self.own, ()).frozen), Dynamic(3, 2, 6))
+        self.drafter = HeadDrafter(load_head_for(HEAD, self.target.frozen), Dynamic(3, 2, 6))
 
     def reading(self, folder: Path) -> tuple[Any, SpeculativeModel]:
-        self.theirs.generation_config = GenerationConfig.from_pretrained(folder)
-        self.own.generation_config = GenerationConfig.from_pretrained(folder)
-        own = copy.deepcopy(self.own)  # a TargetModel adds hooks to its model
-        return self.theirs, SpeculativeModel(TargetModel(own, self.drafter.taps), self.drafter)
+        read = GenerationConfig.from_pretrained(folder)
+        self.theirs.generation_config = self.target.generation_config = read
+        self.target.end_tokens, self.target.pad_token = end_tokens(read, self.theirs.config), pad_token(self.theirs)
+        return self.theirs, SpeculativeModel(self.target, self.drafter)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +71,7 @@ def prompts(**fields: Any) -> dict[str, Any]:
 
 
 SHORT = {"max_new_tokens": NEW, "pad_token_id": 0}
+NO_TRIGRAM_TWICE = GenerationConfig(no_repeat_ngram_size=3)
 # What the file says, and the call. Each is another text than without the file.
 FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "n-grams": ({**SHORT, "no_repeat_ngram_size": 2}, {}),
@@ -79,10 +79,7 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a length that the call replaces": ({"max_length": 11, "repetition_penalty": 1.3}, {"max_new_tokens": NEW}),
     "an older end token": ({**SHORT, "eos_token_id": [COMMA, 1000]}, {}),
     "a forced end": ({**SHORT, "forced_eos_token_id": 0, "max_new_tokens": 8}, {}),
-    "a configuration beside it": (
-        {**SHORT, "repetition_penalty": 1.3},
-        {"generation_config": GenerationConfig(no_repeat_ngram_size=3)},
-    ),
+    "a configuration beside it": ({**SHORT, "repetition_penalty": 1.3}, {"generation_config": NO_TRIGRAM_TWICE}),
     "a call that switches some off": (
         {**SHORT, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "typical_p": 0.5, "do_sample": True},
         {"repetition_penalty": None, "do_sample": False},
@@ -107,8 +104,7 @@ def test_the_file_of_the_target_applies_as_in_transformers(case: str, demo: Demo
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wanted = theirs.generate(**prompts(**call))
-        found = model.generate(**prompts(**call))
-    assert isinstance(found, torch.Tensor)
+        found: Any = model.generate(**prompts(**call))
     assert torch.equal(found, wanted)
     assert wanted.tolist() != demo.without_file
 
@@ -119,10 +115,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
         **{"do_sample": True, "temperature": 1.4, "top_k": 40, "repetition_penalty": 1.2, "bad_words_ids": [[COMMA]]},
         **{"min_new_tokens": 5, "forced_eos_token_id": 0, "renormalize_logits": True, "suppress_tokens": [DOT]},
     },
-    "greedy": {
-        **{"eos_token_id": [COMMA, DOT], "repetition_penalty": 1.2, "begin_suppress_tokens": [287]},
-        "no_repeat_ngram_size": 2,
-    },
+    "greedy": {"eos_token_id": [COMMA, DOT], "repetition_penalty": 1.2, "begin_suppress_tokens": [287]},
 }
 
 
@@ -131,9 +124,6 @@ def test_scores_are_those_of_transformers_at_every_token_of_a_text(case, demo, t
     theirs, model = demo.reading(say(tmp_path, {**SAMPLING[case], "max_new_tokens": 8, "pad_token_id": 0}))
     details = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
     found = model.generate(**prompts(**details), seed=4)
-    assert isinstance(found, SpeculativeOutput)
-    assert found.scores is not None
-    assert found.logits is not None
     ours = iter(found.sequences[:, len(CODE) :].T)
     monkeypatch.setattr(torch, "multinomial", lambda *_, **__: next(ours).unsqueeze(1))  # their draws are ours
     wanted = theirs.generate(**prompts(**details))
@@ -149,13 +139,8 @@ def test_scores_are_those_of_transformers_at_every_token_of_a_text(case, demo, t
 
 # Unsupported fields, supported fields with a wrong value, and strings, which need a tokenizer.
 REFUSED = {
-    "num_beams": 4,
-    "exponential_decay_length_penalty": [5, 1.5],
-    "sequence_bias": [[[5, 6], -1.0]],
-    "repetition_penalty": -1.0,
-    "bad_words_ids": [[5000]],
-    "stop_strings": "x",
-    "cache_implementation": "quantized",
+    **{"num_beams": 4, "exponential_decay_length_penalty": [5, 1.5], "sequence_bias": [[[5, 6], -1.0]]},
+    **{"repetition_penalty": -1.0, "bad_words_ids": [[5000]], "stop_strings": "x", "cache_implementation": "quantized"},
 }
 
 
@@ -169,9 +154,7 @@ def test_what_is_not_supported_is_refused_by_name_and_not_blamed_on_the_call(dem
     wrong = {"max_length": 2, "forced_eos_token_id": 10**6, "bad_words_ids": [[10**6]]}
     for name, value in wrong.items():
         _, model = demo.reading(say(tmp_path / name, {name: value}))
-        with pytest.raises(
-            ValueError, match=f"^the target's generation_config.json: {name}: .*override it in the call"
-        ):
+        with pytest.raises(ValueError, match=f"^the target's generation_config.json: {name}: .*override it"):
             model.generate(**prompts(**{**SHORT, "max_new_tokens": None if name == "max_length" else 2}))
         with pytest.raises(ValueError, match=f"^{name}"):
             model.generate(**prompts(**{**SHORT, "max_new_tokens": None, name: value}))
@@ -204,8 +187,7 @@ def test_server_and_harvest_write_what_generate_writes(tmp_path: Path) -> None:
     for seed in range(2):
         ids = torch.tensor([prompt])
         for temperature in (0.8, 0.3):
-            found = model.generate(ids, seed=seed, temperature=temperature, pad_token_id=0)
-            assert isinstance(found, torch.Tensor)
+            found: Any = model.generate(ids, seed=seed, temperature=temperature, pad_token_id=0)
             texts[seed, temperature] = found[0, len(prompt) :].tolist()
         plain = [Request(prompt, 12, Sampling(0.8, seed=seed))]
         assert generate_batch(served.target, plain)[0].tokens != texts[seed, 0.8]

@@ -108,29 +108,21 @@ def test_limits_count_all_pictures_and_where_none_are_read_the_reason_is_told(mo
     with pytest.raises(ValueError, match=r"bytes given, at most 50 are"):
         read_pictures(message(part), Sources())
     for part in (image_url("/etc/passwd"), {"type": "image", "image": 5}):
-        with pytest.raises(
-            ValueError, match=r"messages\[1\].content\[1\].type: 'image.* given, only text \(it is blind\) is"
-        ):
+        with pytest.raises(ValueError, match=r"content\[1\].type: 'image.* given, only text \(it is blind\) is"):
             read_pictures(message(part), Sources(Path("/"), refused="it is blind"))
 
 
 def test_every_layout_gives_the_same_picture(tmp_path: Path) -> None:
     (tmp_path / "red one.png").write_bytes(PNG)
     url, files = data_url(PNG), Sources(tmp_path)
-    for part in (
-        image_url(url),
-        {"type": "image_url", "image_url": url, "detail": "high"},
-        {"type": "input_image", "image_url": url},
-        *({"type": "image", "image": each} for each in (url, PNG, {"bytes": PNG, "path": None}, picture())),
-        {"type": "image", "url": url},
-        {"type": "image", "base64": base64.b64encode(PNG).decode()},
-    ):
+    parts = [{"type": "image", "image": each} for each in (url, PNG, {"bytes": PNG, "path": None}, picture())]
+    parts += [image_url(url), {"type": "image_url", "image_url": url, "detail": "high"}]
+    parts += [{"type": "input_image", "image_url": url}, {"type": "image", "url": url}]
+    for part in [*parts, {"type": "image", "base64": base64.b64encode(PNG).decode()}]:
         assert read_one(part).tobytes() == picture().tobytes()
     for name in ("red one.png", tmp_path / "red one.png", f"file://{tmp_path}/red%20one.png"):
         assert read_one({"type": "image", "path": name}, files).tobytes() == picture().tobytes()
-    with pytest.raises(
-        ValueError, match=r"path: 'blue.png' given, an existing file, in .* unless absolute, is allowed"
-    ):
+    with pytest.raises(ValueError, match=r"path: 'blue.png' given, an existing file, in .* unless absolute, is"):
         read_one({"type": "image", "path": "blue.png"}, files)
     for other in (".", "/dev/zero", "\0"):
         with pytest.raises(ValueError, match="an existing file"):
@@ -141,25 +133,17 @@ def test_every_layout_gives_the_same_picture(tmp_path: Path) -> None:
 
 def test_content_without_pictures_becomes_one_text_all_kinds_of_pixels_rgb_and_turned_ones_upright() -> None:
     parts = [{"type": kind, "text": kind} for kind in ("text", "input_text", "output_text")]
-    given: list[dict[str, Any]] = [
-        {"role": "user", "content": parts},
-        {"role": "tool", "content": None},
-        {"role": "assistant"},
-    ]
-    assert read_pictures(given, Sources()) == (
-        [{"role": "user", "content": "textinput_textoutput_text"}, *given[1:]],
-        [],
-    )
+    others: list[dict[str, Any]] = [{"role": "tool", "content": None}, {"role": "assistant"}]
+    turns, found = read_pictures([{"role": "user", "content": parts}, *others], Sources())
+    assert (turns, found) == ([{"role": "user", "content": "textinput_textoutput_text"}, *others], [])
     white = (255, 255, 255)
     see_through = picture().convert("RGBA")
     see_through.putalpha(0)
     indexed = picture().convert("P")
     for image, wanted in ((see_through, white), (indexed, RED), (Image.new("1", (2, 2), 1), white), (picture(), RED)):
-        pixel = read_one(image_url(data_url(image))).getpixel((0, 0))
-        assert isinstance(pixel, tuple)
+        pixel: Any = read_one(image_url(data_url(image))).getpixel((0, 0))
         assert max(abs(one - other) for one, other in zip(pixel, wanted, strict=True)) < 40
-    printed = read_one(image_url(data_url(picture().convert("CMYK"), "JPEG"))).getpixel((1, 1))
-    assert isinstance(printed, tuple)
+    printed: Any = read_one(image_url(data_url(picture().convert("CMYK"), "JPEG"))).getpixel((1, 1))
     assert printed[0] > 180 > 80 > printed[1]
     exif = Image.Exif()
     exif[0x112] = 6  # to be turned by 90 degrees

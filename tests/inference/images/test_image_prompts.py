@@ -5,18 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from matrix import slow
 from PIL import Image
 from seeing_target import END, MARKS, PLACE, START, TEMPLATE, TEXT, build_seeing_target, picture
 from tiny_run import END_OF_TEXT, build_target, build_tokenizer
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    Gemma3Processor,
-    Idefics3Processor,
-    LlavaProcessor,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -101,9 +96,8 @@ def test_prompts_are_those_of_transformers_and_generate_continues_them(target, p
 def assert_prompt_of_transformers(prompts: ImagePrompts, messages: list[dict[str, Any]]) -> tuple[Any, int]:
     """The prompt that transformers makes of messages, and where its pictures end in ours."""
     own: Any = prompts.processor
-    wanted = own.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
-    )
+    options = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
+    wanted = own.apply_chat_template(messages, **options)
     found = prompts.encode(*read_pictures(messages, Sources()))
     assert found.inputs.keys() == wanted.keys() - {"attention_mask"}
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.inputs.items())
@@ -126,9 +120,7 @@ def test_generate_refuses_tensors_that_it_cannot_use(target, prompts, tmp_path) 
     words: Any = prompts.processor(text=["hello"], return_tensors="pt")
     plain = ours.generate(words["input_ids"], max_new_tokens=3)
     assert torch.equal(ours.generate(**words, max_new_tokens=3), plain)
-    with pytest.raises(
-        ValueError, match=r"pixel_values: with 2 prompts given, 1 prompt is allowed; call generate for e"
-    ):
+    with pytest.raises(ValueError, match=r"pixel_values: with 2 prompts given, 1 prompt is allowed; call generate"):
         ours.generate(**{**given, "input_ids": ids.repeat(2, 1)}, attention_mask=torch.ones(2, ids.shape[1]))
     with pytest.raises(ValueError, match=r"pixel_values: list given, a torch tensor is allowed; .*return_tensors"):
         ours.generate(**{**given, "pixel_values": [1]})
@@ -185,10 +177,8 @@ def test_the_processors_template_is_used_where_the_tokenizers_leaves_pictures_or
     # LLaVA's, Idefics's and SmolVLM's templates left out messages whose content is a text.
     template = ChatTemplate(load_processor(folder).tokenizer)
     template.tokenizer.chat_template = TEMPLATE.replace("m.content is string", "false")
-    turns: Any = [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": [{"type": "image"}, text("x")]},
-    ]
+    turns: Any = [{"role": "system", "content": "be brief"}]
+    turns += [{"role": "user", "content": [{"type": "image"}, text("x")]}]
     assert template.render(turns) == f"[system]be brief[user]{START}{PLACE}{END}x[assistant]"
 
 
@@ -203,9 +193,6 @@ def test_why_a_target_reads_no_images(folder, target, tmp_path, monkeypatch) -> 
     section = TargetSection(path=str(folder), dtype="float32", device="cpu")
     said = image_prompts(section, ChatTemplate.of(section), wrong)
     assert "whose passes differ" in str(said)
-
-
-# Other families' processors
 
 
 LANGUAGE = {name: value for name, value in TEXT.items() if name != "rope_parameters"}
@@ -228,33 +215,24 @@ def gemma3() -> Made:
     tokenizer = tokenizer_with([*marks.values()], "<boi>", **marks)
     begin, end, soft = tokenizer.convert_tokens_to_ids([*marks.values()])
     layers = {"layer_types": ["sliding_attention", "full_attention", "full_attention"] * 2, "sliding_window": 16}
-    config = AutoConfig.for_model(
-        "gemma3",
-        text_config={**LANGUAGE, **layers, "vocab_size": len(tokenizer)},
-        vision_config=TOWER | {"image_size": 16},
-        mm_tokens_per_image=4,
-        image_token_index=soft,
-        boi_token_index=begin,
-        eoi_token_index=end,
-    )
+    text = {**LANGUAGE, **layers, "vocab_size": len(tokenizer)}
+    ids = {"image_token_index": soft, "boi_token_index": begin, "eoi_token_index": end, "mm_tokens_per_image": 4}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=TOWER | {"image_size": 16}, **ids)
     sizes = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
-    return config, Gemma3Processor(sizes, tokenizer, image_seq_length=4)
+    return config, transformers.Gemma3Processor(sizes, tokenizer, image_seq_length=4)
 
 
 def llava() -> Made:
     """The template reads content only as parts."""
     tokenizer = tokenizer_with(["<image>"], "<image>")
     tokenizer.chat_template = tokenizer.chat_template.replace("m.content is string", "false")
-    config = AutoConfig.for_model(
-        "llava",
-        text_config={**LANGUAGE, "model_type": "llama", "vocab_size": len(tokenizer)},
-        vision_config=TOWER | {"model_type": "clip_vision_model", "image_size": 8},
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-        image_seq_length=4,
-    )
+    text = {**LANGUAGE, "model_type": "llama", "vocab_size": len(tokenizer)}
+    tower = TOWER | {"model_type": "clip_vision_model", "image_size": 8}
+    ids = {"image_token_index": tokenizer.convert_tokens_to_ids("<image>"), "image_seq_length": 4}
+    config = AutoConfig.for_model("llava", text_config=text, vision_config=tower, **ids)
     sizes = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
     options: Any = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    return config, LlavaProcessor(sizes, tokenizer, patch_size=4, **options)
+    return config, transformers.LlavaProcessor(sizes, tokenizer, patch_size=4, **options)
 
 
 def idefics3() -> Made:
@@ -262,18 +240,14 @@ def idefics3() -> Made:
     tiles = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
     marks = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *tiles]
     tokenizer = tokenizer_with(marks, "<image>")
-    config = AutoConfig.for_model(
-        "idefics3",
-        text_config={**LANGUAGE, "model_type": "llama", "vocab_size": len(tokenizer)},
-        vision_config=TOWER | {"image_size": 16},
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        scale_factor=2,
-    )
+    text = {**LANGUAGE, "model_type": "llama", "vocab_size": len(tokenizer)}
+    ids = {"image_token_id": tokenizer.convert_tokens_to_ids("<image>"), "scale_factor": 2}
+    config = AutoConfig.for_model("idefics3", text_config=text, vision_config=TOWER | {"image_size": 16}, **ids)
     sizes = Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
-    return config, Idefics3Processor(sizes, tokenizer, image_seq_len=4)
+    return config, transformers.Idefics3Processor(sizes, tokenizer, image_seq_len=4)
 
 
-@pytest.mark.parametrize("make", [gemma3, llava, idefics3])
+@pytest.mark.parametrize("make", [gemma3, slow(llava), idefics3])
 def test_prompts_and_texts_of_other_families_are_those_of_transformers(make, tmp_path) -> None:
     config, saved = make()
     with torch.random.fork_rng(devices=[]):

@@ -1,5 +1,6 @@
 """Laws of layers that are compiled for a CPU: decoding finds what the layers' own code finds, or that code runs."""
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -24,11 +25,7 @@ from headstart.inference.kernels.private import patch_only_tracing_thread
 from headstart.inference.kernels.products import cpp_compiler, library
 from headstart.inference.targets.model import TargetModel
 
-REQUESTS = [
-    Request([5, 6, 7, 8, 9], 6),
-    Request([9, 4], 9, Sampling(temperature=1.0, seed=3)),
-    Request(list(range(30)), 4),
-]
+REQUESTS = [Request([5, 6, 7, 8, 9], 6), Request([9, 4], 9, Sampling(1.0, seed=3)), Request([*range(30)], 4)]
 
 
 @pytest.fixture
@@ -112,7 +109,6 @@ def test_a_head_drafts_the_same_compiled(kind, target, make_head, traced_only) -
 @pytest.mark.slow
 @pytest.mark.skipif(cpp_compiler() is None, reason="no C++ compiler")
 def test_a_compiled_layer_is_the_layer(make_model: ModelFactory) -> None:
-    """With Inductor, in both dtypes."""
     for dtype in (torch.float32, torch.bfloat16):
         target = TargetModel(make_model(num_hidden_layers=2).to(dtype), (0,))
         wanted, logits = texts(target), tree_logits(target)
@@ -128,14 +124,12 @@ def test_a_compiled_layer_is_the_layer(make_model: ModelFactory) -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.01])
-def test_a_kernel_that_differs_is_not_used_and_training_runs_the_layers_own_code(
-    make_model: ModelFactory, monkeypatch: pytest.MonkeyPatch, factor: float
-) -> None:
+def test_a_kernel_that_differs_is_not_used_and_training_runs_own_code(make_model, monkeypatch, factor) -> None:
     def changed(graph: Any, *_: Any, **__: Any) -> Any:
         return graph if factor == 1 else lambda *inputs: factor * graph(*inputs)
 
     monkeypatch.setattr(torch._inductor, "standalone_compile", changed)
-    target = TargetModel(make_model(), ())
+    target = TargetModel(make_model(num_hidden_layers=1), ())
     logits = tree_logits(target)
     compiler = compile_at_once(target)
     target.passes.hidden_states(torch.tensor([[5, 6, 7]]))
@@ -170,20 +164,16 @@ def test_a_pass_does_not_fail_while_another_thread_traces() -> None:
 @pytest.mark.slow
 def test_a_program_may_end_while_layers_are_compiled() -> None:
     program = """
-import time, torch
-from transformers import LlamaConfig, LlamaForCausalLM
-from headstart.inference.drafters.for_heads import head_drafter
-from headstart.inference.drafters.growth import Dynamic
+from families import make_family
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.core.request import Request
 from headstart.inference.kernels.compiled import Compiler
 from headstart.inference.targets.model import TargetModel
-model = LlamaForCausalLM(LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2))
-target, compiler = TargetModel(model.eval(), ()), Compiler(after_calls=1)
+target, compiler = TargetModel(make_family("llama"), ()), Compiler(after_calls=1)
 compiler.use_for(target.layers)
 generate_batch(target, [Request([5, 6], 4)])
 assert compiler.begun > compiler.ended
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    own = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=own, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

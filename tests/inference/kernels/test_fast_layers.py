@@ -2,7 +2,7 @@
 
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,23 +12,13 @@ from torch.testing import assert_close
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from headstart.heads.kinds.block import BlockHead
 from headstart.heads.kinds.checkpoint import load_head_for, new_head, save_head
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.request import Request
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.kernels import offset_of, products
-from headstart.inference.kernels.fast_layers import (
-    Fused,
-    JointLinear,
-    PackedLinear,
-    fuse_norms,
-    join_linears,
-    own_layers_of,
-    pack_weights,
-    packed_linear,
-)
+from headstart.inference.kernels import fast_layers, join_linears, offset_of, own_layers_of, products
+from headstart.inference.kernels.fast_layers import JointLinear, PackedLinear, pack_weights, packed_linear
 from headstart.inference.kernels.products import SCALE_INPUTS, EightBits, exact_weight, remember_eight_bits
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import TargetSection
@@ -83,14 +73,21 @@ def packed(layer: nn.Module) -> PackedLinear:
     return packed_linear(layer, exact=True)
 
 
+def assert_product(own: PackedLinear, inputs: Tensor, wanted: Tensor, tolerance: float) -> None:
+    alone = torch.cat([own(each) for each in inputs.split(1)])
+    assert_close(alone, wanted, rtol=tolerance, atol=tolerance)
+    for count in (2, 5, 12, 13, 15, 16, 17, 25, 31, 32, 33, len(inputs)):
+        assert torch.equal(own(inputs[:count]), alone[:count])
+    parts, wholes = (each.unflatten(0, (2, -1))[:, ::3] for each in (inputs, alone))
+    assert torch.equal(own(parts), wholes)  # not contiguous
+
+
 @needs_kernel
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("form", ["torch.float32", "torch.float16", "torch.bfloat16", *FORMS])
 @pytest.mark.parametrize(("size", "outputs"), [(576, 64), (33, 5)])
 @torch.inference_mode()
-def test_a_product_of_ours_is_the_float32_layer_and_a_token_s_bits_are_the_same_in_every_pass(
-    size: int, outputs: int, form: str, bias: bool
-) -> None:
+def test_a_product_is_the_float32_layer_with_a_token_s_bits_the_same_in_every_pass(size, outputs, form, bias) -> None:
     if form in FORMS:
         size -= size % FORMS[form][2]
         linear = layer_of(in_eight_bits(outputs, size, form), bias)
@@ -101,11 +98,7 @@ def test_a_product_of_ours_is_the_float32_layer_and_a_token_s_bits_are_the_same_
         linear.weight.data[0, 0] = 2.0**-40  # no float16 number
     own, inputs = packed(linear), torch.randn(40, size)
     assert own.kernel.form == form
-    alone = torch.cat([own(each) for each in inputs.split(1)])
-    assert_close(alone, linear(inputs), rtol=1e-5, atol=1e-5)
-    for count in (2, 5, 12, 13, 25, 40):
-        assert torch.equal(own(inputs[:count]), alone[:count])
-    assert torch.equal(own(inputs.view(2, 20, size)[:, ::3]), alone.view(2, 20, outputs)[:, ::3])  # not contiguous
+    assert_product(own, inputs, linear(inputs), 1e-5)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -114,12 +107,9 @@ def test_a_weight_is_in_eight_bits_only_if_none_of_its_numbers_changes(form: str
     exact.numbers[2], exact.factors[2] = 0, 0  # a row without weights
     weight, repeats = exact.weight(), exact.shared // SCALE_INPUTS
     none = torch.zeros_like(exact.factors)
-    factors, offsets = (
-        each.float().repeat_interleave(repeats, dim=1)
-        for each in (exact.factors, none if exact.offsets is None else exact.offsets)
-    )
-    found = EightBits.of(weight, factors, offsets)
-    assert found is not None
+    given = exact.factors, none if exact.offsets is None else exact.offsets
+    factors, offsets = (each.float().repeat_interleave(repeats, dim=1) for each in given)
+    found: Any = EightBits.of(weight, factors, offsets)
     assert found.form == form
     assert torch.equal(found.weight(), weight)
     assert torch.equal(found.numbers, exact.numbers)
@@ -165,17 +155,11 @@ def test_each_clone_compiled_the_kernels_again_and_in_silence(monkeypatch, capsy
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("size", "outputs"), [(576, 64), (32, 5), (33, 5)])
 @torch.inference_mode()
-def test_a_product_in_half_precision_is_the_layer_and_a_token_s_bits_are_the_same_in_every_pass(
-    size: int, outputs: int, bias: bool, dtype: torch.dtype
-) -> None:
+def test_a_product_in_half_precision_is_the_layer_with_the_same_bits_in_every_pass(size, outputs, bias, dtype) -> None:
     """By tiles (AMX), where the processor has them and the size fills them."""
     linear = nn.Linear(size, outputs, bias=bias).to(dtype)
     own, inputs = packed(linear), torch.randn(70, size).to(dtype)
-    alone = torch.cat([own(each) for each in inputs.split(1)])
-    assert_close(alone, linear.float()(inputs.float()).to(dtype), rtol=1e-2, atol=1e-2)
-    for count in (2, 15, 16, 17, 31, 32, 33, 49, 70):
-        assert torch.equal(own(inputs[:count]), alone[:count])
-    assert torch.equal(own(inputs.view(2, 35, size)[:, ::3]), alone.view(2, 35, outputs)[:, ::3])  # not contiguous
+    assert_product(own, inputs, linear.float()(inputs.float()).to(dtype), 1e-2)
 
 
 @needs_kernel
@@ -193,8 +177,7 @@ def test_a_layer_keeps_the_fewest_bits_in_which_it_is_exact() -> None:
 @needs_kernel
 def test_a_bfloat16_checkpoint_was_converted_four_times_while_it_was_packed() -> None:
     linear = linear_layer(False)
-    weight = exact_weight(linear)
-    assert isinstance(weight, torch.Tensor)
+    weight: Any = exact_weight(linear)
     assert weight.dtype == torch.bfloat16
     assert weight.untyped_storage().data_ptr() == linear.weight.untyped_storage().data_ptr()
     assert torch.equal(weight.float(), linear.weight)
@@ -235,14 +218,9 @@ def test_layers_that_read_the_same_input_are_computed_once_and_give_what_they_ga
     assert [type(layer) is JointLinear for layer in layers.values()] == [True, True, True, False]
     assert len({layers[name].product for name in ("q_proj", "k_proj", "v_proj")}) == 1
     # In any order, for one of them alone, twice for the same input, and after another input.
-    for name, given in [
-        *((name, inputs) for name in ("k_proj", "q_proj", "v_proj", "o_proj")),
-        ("q_proj", others),
-        ("q_proj", others),
-        ("v_proj", inputs),
-        ("k_proj", others),
-        ("k_proj", inputs),
-    ]:
+    calls = [(name, inputs) for name in ("k_proj", "q_proj", "v_proj", "o_proj")]
+    calls += [*[("q_proj", others)] * 2, ("v_proj", inputs), ("k_proj", others), ("k_proj", inputs)]
+    for name, given in calls:
         assert torch.equal(layers[name](given), alone[name](given))
 
 
@@ -274,18 +252,14 @@ def test_the_baseline_runs_on_the_weights_that_transformers_loads(folder: Path, 
 @pytest.mark.parametrize("drafted", [24, 97])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_drafting_few_levels_with_a_shared_lm_head_takes_longer_than_many(folder, dtype, drafted, tmp_path) -> None:
-    """The lm_head that a block head shares with its target is packed with the rest; the scores are what they were.
-
-    A head that drafts the whole vocabulary has the target's own layer.
-    """
+    """The lm_head that a block head shares with its target was not packed with the rest."""
     target = TargetModel.load(TargetSection(path=str(folder), dtype=dtype, device="cpu"), (0, 1))
     section = BlockSection(kind="block", num_layers=1, block_size=4, markov_rank=4, mask_token_id=96, taps=(0, 1))
     vocab = DraftVocab.most_frequent(torch.randint(9, (97,)), drafted)
     head = new_head(section, target.frozen, vocab, seed=0)
     save_head(head, tmp_path / "head")
-    loaded, packed = load_head_for(tmp_path / "head", target.frozen), load_drafting_head(tmp_path / "head", target)
-    assert isinstance(loaded, BlockHead)
-    assert isinstance(packed, BlockHead)
+    loaded: Any = load_head_for(tmp_path / "head", target.frozen)
+    packed: Any = load_drafting_head(tmp_path / "head", target)
     assert loaded.lm_head is None
     assert packed.shared_lm_head is None
     assert type(packed.lm_head) is type(packed.fc) is not nn.Linear
@@ -299,9 +273,10 @@ def test_fused_layers_compute_what_transformers_own_do_and_give_way_to_them(make
     model, tokens = make_model(num_hidden_layers=2), torch.arange(20).unsqueeze(0)
     with torch.inference_mode():
         wanted = model(tokens).logits
-        fuse_norms(model)
+        fast_layers.fuse_norms(model)
         join_linears(model)
-        fused = [name for name, module in model.named_modules() if isinstance(vars(module).get("forward"), Fused)]
+        own = {name: vars(module).get("forward") for name, module in model.named_modules()}
+        fused = [name for name, forward in own.items() if isinstance(forward, fast_layers.Fused)]
         assert len(fused) == 1 + 2 * (2 + 3 + 2)  # norms; projections to queries, keys and values; gate and up
         assert_close(model(tokens).logits, wanted, rtol=1e-4, atol=1e-4)
         with own_layers_of(model):

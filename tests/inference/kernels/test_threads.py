@@ -18,9 +18,7 @@ def number() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(
-    ("busy", "own", "count"), [(0.2, 0.1, 4), (4.0, 4.0, 4), (3.0, 2.0, 3), (4.0, 2.2, 2), (4.0, 0.1, 1)]
-)
+@pytest.mark.parametrize(("busy", "own", "count"), [(0.2, 0.1, 4), (4, 4, 4), (3, 2, 3), (4, 2.2, 2), (4, 0.1, 1)])
 def test_threads_are_no_more_than_the_cores_that_others_leave(busy, own, count, monkeypatch) -> None:
     """`busy` are the cores at work in a second, `own` those of them that work for this process."""
     looks = iter([(0.0, 0.0, 0.0), (1.0, busy, own), (2.0, 2 * busy, 2 * own), (3.0, 2 * busy, 2 * own)])

@@ -2,7 +2,6 @@
 
 import io
 import json
-import random
 import shutil
 import signal
 import sys
@@ -32,7 +31,6 @@ from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.engine.loop import loop_of
 from headstart.inference.generate.model import SpeculativeModel
-from headstart.inference.show import TextStream
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import visible_text_of
@@ -108,7 +106,6 @@ def test_mistakes_are_told_and_the_chat_goes_on(make_chat: Any) -> None:
 
 
 def test_depths_agree_with_the_trees_that_were_verified(talker: TargetModel, guesser: Guesser) -> None:
-    """Tokens on the tree's path have their depth, and the first one off it is the bonus."""
     request = Request([5, 6, 7, 11], 40, show_trees=True)
     first, *steps = loop_of(talker, [request], guesser).run()
     assert first.depths == [None]
@@ -119,19 +116,6 @@ def test_depths_agree_with_the_trees_that_were_verified(talker: TargetModel, gue
         assert step.depths == depths[: len(step.tokens)]
         seen |= {*step.depths}
     assert {BONUS, 1, 2, 3} <= seen
-
-
-def test_pieces_hold_back_characters_until_their_last_token_and_join_to_the_whole_text() -> None:
-    """One token for each byte; long enough that the stream forgets its first tokens."""
-    letters = random.Random(0).choices("aé€😀 \n\ufffd", k=300)
-    text = "".join(letters)
-    stream = TextStream(lambda tokens: bytes(tokens).decode(errors="replace"), [*"né".encode()])
-    given = [stream.piece(byte) for byte in text.encode()]
-    assert "".join(given) + stream.rest() == text
-    assert {piece for piece in given if piece} >= {"a", "é", "€", "😀"}
-    cut = TextStream(lambda tokens: bytes(tokens).decode(errors="replace"), [])
-    assert [cut.piece(byte) for byte in "a€".encode()[:-1]] == ["a", "", ""]
-    assert cut.rest() == "\ufffd"
 
 
 def test_an_answer_shows_no_end_token_and_its_pieces_are_its_text(make_chat: Any) -> None:
@@ -226,9 +210,7 @@ def test_piped_lines_are_answered_one_by_one_without_colours(folders, monkeypatc
     assert ESCAPE not in told
 
 
-def test_the_targets_own_settings_apply_to_a_chat_and_the_command_line_overrides_them(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_targets_settings_apply_to_a_chat_and_the_command_overrides_them(folders, tmp_path, monkeypatch) -> None:
     shutil.copytree(folders / "target", tmp_path / "target")
     path = tmp_path / "target" / "generation_config.json"
     path.write_text(json.dumps({"eos_token_id": 0, "do_sample": True, "temperature": 1.5, "no_repeat_ngram_size": 1}))

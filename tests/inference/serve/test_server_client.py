@@ -38,9 +38,8 @@ def test_the_tests_use_every_documented_field() -> None:
     table = (ROOT / "docs/serving.md").read_text().partition("## Fields of a request")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    used = "".join(
-        (ROOT / "tests/inference/serve" / file).read_text() for file in ("test_server.py", "test_server_client.py")
-    )
+    files = "test_server.py", "test_server_client.py"
+    used = "".join((ROOT / "tests/inference/serve" / file).read_text() for file in files)
     assert len(names) > 30
     assert not [name for name in names if not re.search(rf"\b{name}\b", used)]
 
@@ -49,7 +48,6 @@ def test_the_longest_answer_has_two_names_and_any_object_of_json_may_be_asked_fo
     extra = {"ignore_eos": True}
     assert chat(client, max_tokens=5, extra_body=extra).usage.completion_tokens == 5
     found = client.chat.completions.create(model=NAME, messages=[USER], max_completion_tokens=6, extra_body=extra)
-    assert found.usage is not None
     assert found.usage.completion_tokens == 6
     (brace,) = tokens_of(server, "}", special=False)  # this target hardly ever ends an object by itself
     bias = {"logit_bias": {str(brace): 100}, "max_tokens": 60}
@@ -136,9 +134,7 @@ def test_without_usage_every_chunk_has_a_choice_and_usage_may_come_with_each(cli
 @pytest.mark.each_value
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("speculative", [True, False])
-def test_logprobs_of_completions_are_those_of_transformers_streamed_or_not(
-    server: Running, client: OpenAI, temperature: float, speculative: bool
-) -> None:
+def test_logprobs_of_completions_are_those_of_transformers(server, client, temperature, speculative) -> None:
     """Text that may begin a stop string is held back, while its tokens are told at once."""
     prompt = tokens_of(server, "a draft is", special=False)
     extra = {"speculative": speculative, "ignore_eos": True, "priority": 1}
@@ -147,7 +143,7 @@ def test_logprobs_of_completions_are_those_of_transformers_streamed_or_not(
     stops = [text * 40 for text in "abcdefghijklmnopqrstuvwxyz "]
     whole = complete(client, **fields, stop=stops).choices[0].logprobs
     target = server.service.served.target
-    (written,) = generate_batch(target, [Request(prompt, 24, Sampling(temperature, seed=3), end_tokens=())])
+    (written,) = generate_batch(target, [Request(prompt, 16, Sampling(temperature, seed=3), end_tokens=())])
     with torch.no_grad():
         logits = target.model(torch.tensor([prompt + written.tokens])).logits[0, len(prompt) - 1 : -1]
     logprobs = logits.log_softmax(-1)

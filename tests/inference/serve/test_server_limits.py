@@ -76,6 +76,10 @@ def raw_post(fields: dict[str, Any]) -> bytes:
     return f"{head}\r\n\r\n{body}".encode()
 
 
+def connect(server: Running) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
+
+
 def until(holds: Callable[[], bool], seconds: float = 20, gate: Gate | None = None) -> None:
     end = time.monotonic() + seconds
     while not holds():
@@ -86,8 +90,7 @@ def until(holds: Callable[[], bool], seconds: float = 20, gate: Gate | None = No
 
 
 def test_a_body_that_does_not_arrive_is_not_waited_for_and_one_with_two_lengths_hides_no_request(server) -> None:
-    address = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((address[0], int(address[1]))) as slow:
+    with connect(server) as slow:
         slow.sendall(raw_post({"prompt": "a"})[:-3])
         slow.settimeout(20)
         assert b" 408 " in slow.recv(100)
@@ -95,7 +98,7 @@ def test_a_body_that_does_not_arrive_is_not_waited_for_and_one_with_two_lengths_
     inner = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
     for version, length in (("1.1", f"Content-Length: {5 + len(inner)}\r\n"), ("1.0", "")):
         head = f"POST {COMPLETION} HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\n{length}"
-        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
+        with connect(server) as client:
             client.sendall(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + inner)
             client.settimeout(20)
             answer = b"".join(iter(lambda: client.recv(4096), b""))
@@ -161,7 +164,7 @@ def test_a_client_that_leaves_the_queue_prefill_or_decoding_takes_no_further_wor
         service = server.service
         others = [PostThread(server, max_tokens=100, ignore_eos=True) for _ in range(2 * (place == "queue"))]
         until(lambda: service.running == len(others), gate=gate if others else None)
-        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
+        with connect(server) as client:
             fields = {"prompt": [20] * 20, "max_tokens": 100, "ignore_eos": True, "stream": stream, "logprobs": 0}
             client.sendall(raw_post(fields))
             until(lambda: service.waiting == 1)
@@ -198,7 +201,7 @@ def test_a_client_that_reads_a_byte_at_a_time_holds_no_row_and_delays_nobody(ser
         until(lambda: server.service.running == 0)  # though it has read one byte
         slow.settimeout(20)
         while not came.endswith(b"[DONE]\n\n\r\n0\r\n\r\n"):
-            came += slow.recv(1)
+            came += slow.recv(2**16)
         assert came.count(b'"finish_reason": "length"') == 2
 
 
@@ -348,9 +351,8 @@ def test_connections_that_open_and_drop_leave_nothing_behind(server, capfd) -> N
     draw = random.Random(0)
     files = Path("/proc/self/fd")
     before = len(list(files.iterdir()))
-    port = int(server.url.rpartition(":")[2])
     for _ in range(60):
-        with socket.create_connection(("127.0.0.1", port)) as client:
+        with connect(server) as client:
             whole = raw_post({"prompt": "a", "max_tokens": 40, "stream": draw.random() < 0.5})
             client.sendall(whole[: draw.choice([1, 30, len(whole) - 3, len(whole), len(whole)])])
             time.sleep(draw.random() * 0.02)

@@ -37,7 +37,7 @@ def tool(**fields: Any) -> dict[str, Any]:
 
 DEEP = json.loads('{"items":' * 400 + "{}" + "}" * 400)
 WIDE = {"properties": {f"p{number}": {} for number in range(600)}, "type": "object"}
-PICTURE = [{"type": "image_url", "image_url": {"url": "x"}}]
+PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
 # Fields of a chat and of a completion, each with the beginning of the message and what it says is allowed.
 REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     CHAT: [
@@ -45,22 +45,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role: 'wizard' given", "system, developer"),
         ({"messages": [{"role": "user", "content": "x", "y": 1}]}, "messages[0].y: there is no such field", "content"),
         ({"messages": [{"role": "user", "content": "x", "thinking": 1}]}, "messages[0].thinking: 1 given", "a text"),
-        (
-            {"messages": [{"role": "user", "content": PICTURE}]},
-            "messages[0].content[0].type: 'image_url'",
-            "only text (the target reads text alone) is",
-        ),
+        ({"messages": PICTURE}, "messages[0].content[0].type: 'image_url'", "only text (the target reads text alone)"),
         (schema(None), "response_format.json_schema.schema: missing", "a JSON schema"),
         (schema({"type": "wizard"}), "response_format.json_schema.schema: ", "wizard"),
         (schema({"$ref": "#"}), "response_format.json_schema.schema: no text fits", "a JSON schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type: 'xml' given", "json_schema"),
         ({"tools": [{"type": "function"}]}, "tools[0]: {'type': 'function'} given", "a name"),
         ({"tools": [TOOL, TOOL]}, "tools[1]: 'look' given", "one tool of each name"),
-        (
-            tool(parameters={"type": "string"}),
-            "tools[0].function.parameters: {'type': 'string'}",
-            "schema of an object",
-        ),
+        (tool(parameters={"type": "string"}), "tools[0].function.parameters: {'type': 'string'}", "an object"),
         (tool(parameters="text"), "tools[0].function.parameters: 'text' given", "the schema of an object"),
         ({"chat_template_kwargs": {"date": "today"}}, "chat_template_kwargs.date: 'today' given", "2026-11-26"),
         ({"tool_choice": "required"}, "tool_choice: 'required' given", "auto or none"),
@@ -197,8 +189,7 @@ def test_halves_of_surrogate_pairs_are_answered_wherever_they_stand(client: http
 
 def test_tools_that_are_too_long_are_not_blamed_on_the_messages(server, client, monkeypatch) -> None:
     """The templates of most chat models write the tools into the prompt."""
-    monkeypatch.setattr(
-        server.service.prompts.template, "render", lambda turns, tools, *_: "a" * 10**6 if tools else ""
-    )
+    template = server.service.prompts.template
+    monkeypatch.setattr(template, "render", lambda turns, tools, *_: "a" * 10**6 if tools else "")
     found = client.post(CHAT, json={"messages": HELLO, "tools": [TOOL]})
     assert assert_refused(found, 400, "context length").startswith("tools: ")

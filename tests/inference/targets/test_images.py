@@ -7,7 +7,7 @@ import pytest
 import seeing_target
 import torch
 from families import GROUPED
-from matrix import slow_unless
+from matrix import slow, slow_unless
 from scripted import Hidden, Moody, answered, finish
 from seeing_target import ROPE
 from tiny_run import ENDS, VOCAB_SIZE, build_run, build_tokenizer, tiny_recipe
@@ -92,10 +92,10 @@ def of_transformers(model: Any, images: Images) -> list[int]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_with_images_equals_generate(family: str) -> None:
-    model, seeds = build(family), [(1,), (2,), (3, 3, 4)]
+    model, seeds = build(family), [(1,), (3, 3, 4)]
     prompts = [prompt_of(family, each) for each in seeds]
     wanted = [of_transformers(model, images) for _, images in prompts]
-    assert len({*map(tuple, wanted)}) == 3
+    assert wanted[0] != wanted[1]
     target = TargetModel(model, ())
     plain_text = generate_batch(target, [Request(TEXT_ROW, NEW)])[0].tokens
     requests = [Request(ids, NEW, images=images) for ids, images in prompts]
@@ -113,18 +113,15 @@ def test_text_with_images_equals_generate(family: str) -> None:
     assert [each.tokens for each in generate_batch(target, sampled, lookup, 3)] == alone
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_unless(("qwen3_vl", "qwen3_5"), FAMILIES))
 def test_prefix_is_reused_only_for_the_same_images(family: str) -> None:
     target = TargetModel(build(family), ())
     ids, images = prompt_of(family, (1,), more=40)
     others = prompt_of(family, (5,), more=40)
     assert others[0][:4] == ids[:4]
-    alone = [
-        generate_batch(target, [Request(each, NEW, images=those)])[0].tokens for each, those in ((ids, images), others)
-    ]
     loop = DecodeLoop(target, prefix_memory=10**8)
     written = answered(loop, Request(ids, NEW, images=images))
-    assert written.tokens == alone[0]
+    assert written.tokens == generate_batch(target, [Request(ids, NEW, images=images)])[0].tokens
     same = Images({**others[1].inputs, "input_ids": images.inputs["input_ids"]}, images.end)
     other = answered(loop, Request(ids, NEW, images=same))
     assert other.cached_tokens == 0
@@ -158,13 +155,7 @@ def test_images_that_the_target_cannot_read_end_their_own_texts_alone_even_as_th
     assert found[0].tokens == found[3].tokens == wanted
 
 
-def test_images_are_refused_by_name_by_a_target_without_a_tower(target: TargetModel) -> None:
-    ids, images = prompt_of("gemma3", (1,))
-    with pytest.raises(ValueError, match="no image tower"):
-        generate_batch(target, [Request(ids, NEW, images=images)])
-
-
-@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("family", [slow("qwen3_vl"), "gemma3"])
 def test_tokens_after_images_have_the_same_bits_in_every_pass(family: str) -> None:
     target = TargetModel(build(family).to(torch.bfloat16), ())
     target.speed_up(lambda: target)
@@ -179,9 +170,6 @@ def test_tokens_after_images_have_the_same_bits_in_every_pass(family: str) -> No
         found = loop.generations[numbers[1]]
         assert bool(found.cached_tokens) == cached
         assert torch.equal(torch.cat(found.logits), torch.cat(wanted.logits))
-
-
-# Text alone
 
 
 def save(family: str, folder: Path) -> Any:

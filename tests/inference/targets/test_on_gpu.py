@@ -100,8 +100,7 @@ def test_attention_to_parts_of_the_keys_equals_attention_under_a_mask(nodes: int
     query, block = torch.randn(1, 32, nodes, 128, device="cuda").bfloat16(), causal_block(nodes, slots.device)
     mask, carrier = (block_mask(slots, block, query.dtype, carries_keys=carries) for carries in (False, True))
     key, value = slots.layers[0]
-    visible = keys_of(carrier)
-    assert visible is not None
+    visible: Any = keys_of(carrier)
     found = kernels_on_gpu("fused").attention(query, key, value, visible).float()
     wanted = folded_attention(query.float(), key.float(), value.float(), mask.float(), None).transpose(1, 2)
     assert (found - wanted).norm() < 0.01 * wanted.norm()

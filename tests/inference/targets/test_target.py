@@ -7,6 +7,7 @@ import sys
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,12 +55,9 @@ def test_the_last_logits_are_one_matrix_product_as_all_logits_are(target: Target
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiled:
         target.passes.forward(TOKENS[:1], last_only=True)
     vocab = target.model.get_input_embeddings().weight.shape[0]
-    events = profiled.events()
-    assert events is not None
-    products = [
-        event.name for event in events if event.name in ("aten::mm", "aten::bmm") and vocab in event.input_shapes[1]
-    ]
-    assert products == ["aten::mm"]
+    events: Any = profiled.events()
+    products = [event for event in events if event.name in ("aten::mm", "aten::bmm")]
+    assert [event.name for event in products if vocab in event.input_shapes[1]] == ["aten::mm"]
 
 
 def test_an_unused_target_is_freed_at_once(make_model: ModelFactory) -> None:
@@ -122,9 +120,8 @@ def test_end_tokens_come_from_the_generation_config_or_the_model_config(make_mod
 def test_the_mark_that_the_chat_template_writes_after_an_answer_ends_it(after_words, known, ends) -> None:
     tokenizer = build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<mark>", "<close>", "<other>"]})
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}AFTER{% endfor %}".replace(
-        "AFTER", after_words
-    )
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}AFTER{% endfor %}"
+    tokenizer.chat_template = template.replace("AFTER", after_words)
     found = ChatTemplate(tokenizer).end_tokens(tokenizer.convert_tokens_to_ids(known))
     assert tokenizer.convert_ids_to_tokens(found) == ends
 
@@ -145,27 +142,18 @@ def test_code_of_a_target_runs_only_if_the_recipe_trusts_it(tmp_path, monkeypatc
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}))
     (folder / "own.py").write_text(
-        f"""from pathlib import Path
-from transformers import LlamaConfig
-Path({str(ran)!r}).touch()
-class OwnConfig(LlamaConfig):
-    model_type = "own"
-"""
+        f"from pathlib import Path\nPath({str(ran)!r}).touch()\nraise ValueError('it ran')\n"
     )
     section = TargetSection(path=str(folder), dtype="float32", trust_remote_code=trusted)
-    with pytest.raises(ValueError, match="Unrecognized configuration class" if trusted else "trust_remote_code"):
-        TargetModel.load(section, ())  # trusted or not, the configuration has no model class
+    with pytest.raises(ValueError, match="it ran" if trusted else "trust_remote_code"):
+        TargetModel.load(section, ())
     assert ran.exists() == trusted
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "dtype"),
-    [
-        ({"amx_bf16": True}, "bfloat16"),
-        ({"neon": True, "bf16": True}, "bfloat16"),
-        ({"avx512_f": True, "avx512_bf16": False}, "float32"),
-    ],
-)
+FAST, SLOW = ({"amx_bf16": True}, {"neon": True, "bf16": True}), {"avx512_f": True, "avx512_bf16": False}
+
+
+@pytest.mark.parametrize(("capabilities", "dtype"), [*((each, "bfloat16") for each in FAST), (SLOW, "float32")])
 def test_a_cpu_computes_in_bfloat16_only_if_it_has_instructions_for_it(capabilities, dtype, monkeypatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     monkeypatch.setattr(loading, "float32_is_as_fast", lambda eight_bits: False)

