@@ -19,14 +19,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.import_plugin("shared_fixtures")
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
-def pytest_xdist_auto_num_workers() -> int:
-    """One worker more than there are processors, as a tenth of the tests' time is spent waiting."""
-    if given := os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
-        return int(given)
-    return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-
-
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     keep_each_value(items)

@@ -48,7 +48,7 @@ BUDGETS = {
     "inference/generate": 1_181,
     "inference/images": 454,
     "inference/kernels": 1_826,
-    "inference/kernels/gpu": 931,
+    "inference/kernels/gpu": 935,
     "inference/report": 1_128,
     "inference/serve": 1_701,
     "inference/serve/api": 1_867,

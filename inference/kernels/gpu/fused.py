@@ -319,9 +319,13 @@ def start(early: bool) -> None:
     STARTED.update({"EARLY": True, "launch_pdl": True} if early else {"EARLY": False})
 
 
+def capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
 def start_early_if_faster(device: torch.device, dtype: torch.dtype, trials: Trials) -> str:
     """Measure a chain of small kernels and products with early starts; returns whether they stay."""
-    if torch.cuda.get_device_capability(device) < (9, 0):
+    if capability(device) < (9, 0):
         return "none, as the card has no early starts"
     weight = torch.arange(2048 * 1024, device=device).view(2048, 1024).sin().to(dtype)
 

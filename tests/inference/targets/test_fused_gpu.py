@@ -247,7 +247,7 @@ def test_a_step_of_32_layers_launches_few_kernels(gpu, make_model, monkeypatch, 
 
 
 def test_a_card_whose_early_starts_fail_starts_its_kernels_as_usual(gpu, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
     trials = kernels_on_gpu("few_rows").Trials(seconds=lambda work: 1.0)  # the interpreter knows no early start
     assert gpu.start_early_if_faster(torch.device("cpu"), torch.float32, trials).startswith("0 of 1")
     assert gpu.STARTED == {"EARLY": False}
