@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -222,7 +223,7 @@ def decode_step(
     )
     cache.target.set_lengths([setting.prompt] * rows)
     verified = VerifiedOnHost(
-        taps=torch.zeros(rows, 3, 3 * target.config.hidden_size, dtype=target.dtype, device=DEVICE),
+        taps=torch.zeros(rows, 3, len(drafter.taps) * target.config.hidden_size, dtype=target.dtype, device=DEVICE),
         next_tokens=torch.zeros(rows, 3, dtype=torch.long, device=DEVICE),
         roots=torch.zeros(rows, 1, dtype=torch.long, device=DEVICE),
         sampling=BatchSampling([replace(sampling or Sampling(), seed=row) for row in range(rows)], DEVICE),
@@ -483,11 +484,20 @@ def kernels(results: Results) -> None:
                     results.measure(name, partial(milliseconds, partial(Graphed(work), query)))
 
 
-def run_timed(results: Results, name: str, *command: str) -> None:
-    """Add the seconds of a command; its output goes to the part's log. A failure is a result too."""
-    started = time.perf_counter()
-    code = subprocess.run([sys.executable, *command], cwd=ROOT).returncode
-    results.add(f"{name}, s", value=round(time.perf_counter() - started, 1), code=code)
+def run_timed(results: Results, name: str, *command: str, until: Callable[[], bool] = lambda: False) -> None:
+    """Add the seconds and the memory of a command, which is killed once `until` holds; its output goes to the part's
+    log. A failure is a result too."""
+    started, free = time.perf_counter(), torch.cuda.mem_get_info()[0] if CUDA else 0
+    least = free
+    with subprocess.Popen([sys.executable, *command], cwd=ROOT) as process:
+        while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
+            least = min(least, torch.cuda.mem_get_info()[0] if CUDA else 0)
+            if until():
+                process.kill()
+            time.sleep(0.05)
+        process.returncode = os.waitstatus_to_exitcode(ended[1])
+    facts = {"resident_gb": round(ended[2].ru_maxrss / 1e6, 2), "device_gb": round((free - least) / 1e9, 2)}
+    results.add(f"{name}, s", value=round(time.perf_counter() - started, 1), code=process.returncode, **facts)
 
 
 def wide_pair(results: Results) -> tuple[str, str]:
@@ -503,46 +513,34 @@ def wide_pair(results: Results) -> tuple[str, str]:
 def widened(results: Results) -> None:
     """Real text and real acceptance at an 8B model's cost: plain decoding and a head's trees, T = 0 and 1."""
     target, head = wide_pair(results)
-    own = f"target.path={target}", f"decode.head={head}", f"run_dir={results.path.parent / 'widened'}"
+    prompts = f"report.num_prompts={6 if CUDA else 1}", "report.prompts=assets/demo_target/heldout_prompts.jsonl"
+    own = f"target.path={target}", f"decode.head={head}", f"run_dir={results.path.parent / 'widened'}", *prompts
     for dtype in ("bfloat16", "float32"):
         more = f"target.dtype={dtype}", "report.baselines=[plain,tree]", "report.temperatures=[0.0,1.0]"
-        run_timed(results, f"report in {dtype}", "-m", "headstart", "report", "recipes/tiny.yaml", *own, *more)
+        run_timed(results, f"report in {dtype}", "-m", "headstart.cli", "report", "recipes/tiny.yaml", *own, *more)
 
 
 def recipe(results: Results) -> None:
     """The 8B recipe on the widened target: dry run, prompts to report, killed once after a checkpoint."""
     target, _ = wide_pair(results)
-    run_dir = results.path.parent / "recipe"
-    settings = {
-        "run_dir": run_dir,
-        "target.path": target,
-        "data.prompts": "assets/demo_target/prompts_768.jsonl",
-        "data.heldout_prompts": "assets/demo_target/heldout_prompts.jsonl",
-        "data.num_prompts": 768 if CUDA else 32,
-        "data.response_tokens": 512 if CUDA else 32,
-        "data.heldout_samples": 16,
-        "data.shard_samples": 64,
-        "data.online": "[auto]",
-        "head.draft_vocab_size": 1024,  # all of the demo's
-        **({} if CUDA else {"head.taps": "[2,8,13]"}),
-        "train.steps": 300 if CUDA else 4,
-        "train.batch_size": 16 if CUDA else 4,
-        "train.warmup_steps": 1,
-        "train.checkpoint_every": 100 if CUDA else 2,
-        "train.eval_prompts": 4,
-        "report.num_prompts": 2,
-    }
-    own = "recipes/llama3_8b.yaml", *(f"{name}={value}" for name, value in settings.items())
-    run_timed(results, "dry run", "trainers/eagle.py", *own, "train.dry_run=true")
-    started = time.perf_counter()
-    with subprocess.Popen([sys.executable, "trainers/eagle.py", *own], cwd=ROOT) as training_run:
-        while training_run.poll() is None and not [*run_dir.glob("checkpoints/*")]:
-            time.sleep(0.1)
-        training_run.kill()
-    results.add("until it was killed after a checkpoint, s", value=round(time.perf_counter() - started, 1))
-    run_timed(results, "resumed to the end", "trainers/eagle.py", *own)
-    run_timed(results, "report", "-m", "headstart", "report", *own)
-    run_timed(results, "export", "-m", "headstart", "export", *own, "export.format=vllm")
+    shutil.rmtree(run_dir := results.path.parent / "recipe", ignore_errors=True)
+    demo, taps = "assets/demo_target", "" if CUDA else "head.taps=[2,8,13]"
+    settings = f"""data.prompts={demo}/prompts_768.jsonl data.heldout_prompts={demo}/heldout_prompts.jsonl
+        data.prompt_tokens=64 data.heldout_samples=16 data.shard_samples=64 data.online=[auto] {taps}
+        head.draft_vocab_size=1024 train.warmup_steps=1 train.eval_prompts=4 report.baselines=[plain,tree]"""
+    if CUDA:  # the target has 512 positions
+        settings += """ data.num_prompts=768 data.response_tokens=448 train.steps=300 train.batch_size=16
+            train.checkpoint_every=100 decode.max_new_tokens=256 report.num_prompts=2"""
+    else:
+        settings += """ data.num_prompts=32 data.response_tokens=32 train.steps=4 train.batch_size=4
+            train.checkpoint_every=2 decode.max_new_tokens=32 report.num_prompts=1"""
+    own = "recipes/llama3_8b.yaml", f"run_dir={run_dir}", f"target.path={target}", *settings.split()
+    train = "trainers/eagle.py", *own
+    run_timed(results, "dry run", *train, "train.dry_run=true")
+    run_timed(results, "killed after a checkpoint", *train, until=lambda: any(run_dir.glob("checkpoints/step-*[0-9]")))
+    run_timed(results, "resumed to the end", *train)
+    run_timed(results, "report", "-m", "headstart.cli", "report", *own)
+    run_timed(results, "export", "-m", "headstart.cli", "export", *own, "export.format=vllm")
 
 
 PARTS = {

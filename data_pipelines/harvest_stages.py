@@ -1,5 +1,6 @@
 """The stages before training, in one process: prompts, responses and features, all shards or some of them."""
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ class OneTarget:
 
     def free(self) -> None:
         self._target = None
+        gc.collect()  # compiled layers refer to themselves
 
 
 @contextmanager

@@ -110,13 +110,13 @@ class TrainingRun:
 
         The `shared` target makes samples during training, decodes and teaches; without such work it is freed.
         """
-        accelerator = self.accelerator
-        frozen = FrozenTarget.from_folder(folder_of(self.recipe.target), torch.float32, accelerator.device)
-        recipe = broadcast_object_list([fitted(self.recipe, frozen.config, self.machine)])[0]
+        accelerator, recipe = self.accelerator, self.recipe
         finished = is_exported(recipe, Checkpoints(recipe.checkpoints_dir, {}))
         decodes = not finished and recipe.train.eval_prompts > 0 and accelerator.is_main_process
         if recipe.data.online != IN_THIS_PROCESS and (not decodes or recipe.joint.mode is not None):
             shared.free()
+        frozen = FrozenTarget.from_folder(folder_of(recipe.target), torch.float32, accelerator.device)
+        recipe = broadcast_object_list([fitted(recipe, frozen.config, self.machine)])[0]
         taps = stored_taps(head_taps(recipe.head, frozen.config), frozen.config.num_layers)
         with open_stores(recipe, features, taps, shared) as (train_store, heldout_store):
             refuse_sizes(recipe, accelerator.num_processes, len(train_store), len(heldout_store))

@@ -142,6 +142,7 @@ class CompiledForward:
         self.names = [*signature(type(layer).forward).parameters][1:]
         self.kernels: dict[Form, BoundKernel | None] = {}
         self.requests: dict[Form, int] = {}  # calls without a kernel
+        self.waiting: dict[Form, Arguments] = {}  # until kernels are compiled with them
 
     def own(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.layer).forward(self.layer, *args, **kwargs)
@@ -186,7 +187,7 @@ class Compiler:
 
     after_calls: int = COMPILE_AFTER_CALLS
     kernels: dict[tuple[object, Form], Kernel | None] = field(default_factory=dict)  # None: not ready, or impossible
-    queue: "SimpleQueue[tuple[CompiledForward, Arguments] | None]" = field(default_factory=SimpleQueue)
+    queue: "SimpleQueue[tuple[ref[CompiledForward], tuple[object, Form]] | None]" = field(default_factory=SimpleQueue)
     begun: int = 0
     ended: int = 0
     calls: int = 0  # of layers
@@ -211,7 +212,8 @@ class Compiler:
 
     def begin(self, forward: CompiledForward, arguments: Arguments) -> None:
         self.begun += 1
-        self.queue.put((forward, arguments))
+        forward.waiting[arguments.form] = arguments
+        self.queue.put((ref(forward), (forward.kind, arguments.form)))
         if self.thread is None:
             self.thread = threading.Thread(target=self.work, name="compiling layers", daemon=True)
             self.thread.start()
@@ -225,12 +227,16 @@ class Compiler:
             self.wait_until_idle()
             if not self.ended:
                 use_huge_pages()
-            forward, arguments = item
-            try:
-                self.kernels[forward.kind, arguments.form] = compiled(forward, arguments)
-            except Exception:  # on any error, the layer's own code runs, and its parts are compiled
-                self.use_for([child for child in forward.layer.children() if any(child.children())], with_cache=False)
-            del item, forward, arguments  # they hold a cache and a layer, which may be dropped meanwhile
+            kind, form = item[1]
+            if (forward := item[0]()) is None:
+                del self.kernels[kind, form]  # other layers may ask for it
+            else:
+                try:
+                    self.kernels[kind, form] = compiled(forward, forward.waiting.pop(form))
+                except Exception:  # on any error, the layer's own code runs, and its parts are compiled
+                    parts = [child for child in forward.layer.children() if any(child.children())]
+                    self.use_for(parts, with_cache=False)
+            del forward  # it holds a layer, which may be dropped meanwhile
             self.ended += 1
 
     def wait_until_idle(self) -> None:

@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from headstart.inference.kernels.matmul import kernels_on_gpu, order_products, weights_read_by
 from headstart.inference.kernels.outside_graph import CURRENT, outside_graph
+from headstart.inference.kernels.private import forget_file_pages
 from headstart.inference.kernels.products import (
     EightBits,
     Product,
@@ -153,6 +154,7 @@ def pack_weights(model: nn.Module, exact: bool) -> bool:
         product = JointProduct(packed, [linear.out_features for linear in linears])
         for number, (parent, name, linear) in enumerate(layers):
             setattr(parent, name, JointLinear(product, number, linear) if len(layers) > 1 else packed)
+        forget_file_pages([linear.weight for linear in linears])
     for weight in model.parameters():
         remember_eight_bits(weight, None)
     if was_packed:

@@ -1,18 +1,20 @@
-"""The private interfaces of torch, Python and Linux that compiling layers in a background thread needs."""
+"""The private interfaces of torch, Python and Linux that packing layers, and compiling them in the background, need."""
 
 import ctypes
 import logging
+import mmap
 import os
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.fx._symbolic_trace import _Patcher
 
+REGIONS = Path("/proc/self/maps")  # Linux only
 HUGE_PAGE_BYTES = 2**21
 MADV_COLLAPSE = 25  # named so by Linux 6.1 and later; earlier ones refuse it
 
@@ -61,18 +63,34 @@ def end_thread(thread: threading.Thread) -> None:
     thread.join()
 
 
+def mapped_regions() -> Iterator[tuple[int, int, str, bool, str]]:
+    """This process's memory on Linux: its first address, the one after its last, access, whether it is a file, name."""
+    for line in REGIONS.read_text().splitlines() if REGIONS.is_file() else ():
+        span, access, _, _, file, *name = line.split()
+        start, end = (int(address, 16) for address in span.split("-"))
+        yield start, end, access, file != "0", "".join(name)
+
+
+def advise(start: int, end: int, grain: int, advice: int) -> None:
+    """Advise Linux about the whole pages, of `grain` bytes, between two addresses."""
+    start, end = -(-start // grain) * grain, end // grain * grain
+    if start < end:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
+
+
 def use_huge_pages() -> None:
     """Move this process's memory to pages of 2 MB: products with packed weights take about a tenth less time.
 
     Linux moves about 0.6 GB/s, while other threads read and write.
     """
-    regions = Path("/proc/self/maps")
-    if sys.platform != "linux" or not regions.is_file():
-        return
-    advise = ctypes.CDLL(None).madvise
-    for line in regions.read_text().splitlines():
-        span, access, _, _, file, *name = line.split()
-        start, end = (int(address, 16) for address in span.split("-"))
-        start, end = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        if access == "rw-p" and file == "0" and name in ([], ["[heap]"]) and start < end:
-            advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_COLLAPSE)
+    for start, end, access, is_file, name in mapped_regions():
+        if access == "rw-p" and not is_file and name in ("", "[heap]"):
+            advise(start, end, HUGE_PAGE_BYTES, MADV_COLLAPSE)
+
+
+def forget_file_pages(weights: Sequence[Tensor]) -> None:
+    """Let weights that lie in a mapped file take up no memory until they are read again."""
+    files = [(start, end) for start, end, _, is_file, _ in mapped_regions() if is_file]
+    for start, size in ((weight.data_ptr(), weight.nbytes) for weight in weights):
+        if any(first <= start and start + size <= last for first, last in files):
+            advise(start, start + size, mmap.PAGESIZE, mmap.MADV_DONTNEED)

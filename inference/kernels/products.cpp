@@ -33,15 +33,14 @@ std::tuple<Floats, Floats> widened(const int8_t* from) {
   return {Floats(half(from)), Floats(half(from + Floats::size()))};
 }
 
-// What 8-bit numbers are multiplied with, or what is added to the products: one for `shared` inputs each.
+// What 8-bit numbers are multiplied with, or what is added to them: one for `shared` inputs each.
 struct Scales {
   const void* numbers;  // [panels, size / shared, WIDTH], float16 or, if `wide`, float32
   bool wide;
 
   std::tuple<Floats, Floats> at(int64_t place) const {
-    if (!wide) return widened(static_cast<const Half*>(numbers) + place);
-    auto from = static_cast<const float*>(numbers) + place;
-    return {Floats::loadu(from), Floats::loadu(from + Floats::size())};
+    return wide ? widened(static_cast<const float*>(numbers) + place)
+                : widened(static_cast<const Half*>(numbers) + place);
   }
 };
 
@@ -52,8 +51,9 @@ struct Product {
   const float* bias;      // [outputs], or none
   Number* found;          // [tokens, outputs]
   int64_t tokens, size, outputs;
-  int64_t shared = 1;           // of 8-bit weights, a power of two, as are:
-  Scales factors{}, offsets{};  // the latter may be none
+  int64_t shared = size;              // inputs of a block, which 8-bit weights have, as well as:
+  Scales factors{}, offsets{};        // the latter may be none
+  const float* block_sums = nullptr;  // of inputs, if there are offsets [tokens, size / shared]
   int64_t groups = (tokens + TOKENS - 1) / TOKENS;
 
   int64_t start(int64_t group) const { return tokens * group / groups; }
@@ -63,25 +63,35 @@ struct Product {
   void block(int64_t token, int64_t panel, const Weight* later, int64_t step) const {
     const float* x = inputs + token * size;
     const Weight* w = weights + panel * size * WIDTH;
-    int64_t scale = panel * (size / shared) * WIDTH;
+    int64_t blocks = size / shared;
     Lanes low[T] = {}, high[T] = {};
-    Floats factor_low, factor_high, offset_low(0.f), offset_high(0.f);
-    for (int64_t k = 0; k < size; k++, w += WIDTH, later += step) {
-      __builtin_prefetch(later);
-      auto [a, b] = widened(w);
-      if constexpr (sizeof(Weight) == 1) {
-        if ((k & (shared - 1)) == 0) {
-          std::tie(factor_low, factor_high) = factors.at(scale);
-          if (offsets.numbers) std::tie(offset_low, offset_high) = offsets.at(scale);
-          scale += WIDTH;
+    for (int64_t block = 0; block < blocks; block++) {
+      Lanes first[T] = {}, second[T] = {};
+      for (int64_t k = block * shared; k < (block + 1) * shared; k++, w += WIDTH, later += step) {
+        __builtin_prefetch(later);
+        auto [a, b] = widened(w);
+        Lanes left = lanes(a), right = lanes(b);
+        UNROLLED for (int t = 0; t < T; t++) {
+          first[t] += left * x[t * size + k];
+          second[t] += right * x[t * size + k];
         }
-        a = at::vec::fmadd(a, factor_low, offset_low);
-        b = at::vec::fmadd(b, factor_high, offset_high);
       }
-      Lanes first = lanes(a), second = lanes(b);
-      UNROLLED for (int t = 0; t < T; t++) {
-        low[t] += first * x[t * size + k];
-        high[t] += second * x[t * size + k];
+      if constexpr (sizeof(Weight) == 1) {
+        int64_t place = (panel * blocks + block) * WIDTH;
+        auto [a, b] = factors.at(place);
+        UNROLLED for (int t = 0; t < T; t++) {
+          low[t] += first[t] * lanes(a);
+          high[t] += second[t] * lanes(b);
+        }
+        if (!offsets.numbers) continue;
+        auto [c, d] = offsets.at(place);
+        UNROLLED for (int t = 0; t < T; t++) {
+          low[t] += block_sums[(token + t) * blocks + block] * lanes(c);
+          high[t] += block_sums[(token + t) * blocks + block] * lanes(d);
+        }
+      } else {
+        std::copy(first, first + T, low);
+        std::copy(second, second + T, high);
       }
     }
     int64_t column = panel * WIDTH, count = std::min(WIDTH, outputs - column);
@@ -238,6 +248,12 @@ PRODUCT(all_bfloat16, BFloat16, BFloat16)
 
 void int8(const float* inputs, const int8_t* weights, const float* bias, float* found, int64_t tokens, int64_t size,
           int64_t outputs, const void* factors, const void* offsets, int64_t shared, bool wide) {
-  Product<int8_t>{inputs, weights, bias, found, tokens, size, outputs, shared, {factors, wide}, {offsets, wide}}.run();
+  static thread_local std::vector<float> sums;
+  sums.assign(offsets ? tokens * size / shared : 0, 0.f);
+  for (size_t block = 0; block < sums.size(); block++)
+    for (int64_t k = 0; k < shared; k++) sums[block] += inputs[block * shared + k];
+  Product<int8_t>{inputs, weights,         bias,            found,      tokens, size, outputs,
+                  shared, {factors, wide}, {offsets, wide}, sums.data()}
+      .run();
 }
 }

@@ -26,7 +26,7 @@ from headstart.trainers.memory import memory_needs, target_bytes, total
 from headstart.trainers.new_head import head_without_weights
 from headstart.trainers.stages import TrainingRun
 recipe = load_recipe(Path(sys.argv[1]), sys.argv[2:])
-machine = TrainingRun.start(recipe).machine
+machine = TrainingRun.start(recipe, recipe.head.script).machine
 head = head_without_weights(recipe, TargetConfig.from_folder(Path(recipe.target.path)))
 needs = memory_needs(recipe, head, machine, target_bytes(recipe))
 small = [*sys.argv[2:], f"run_dir={recipe.run_dir}-small", "target.path=assets/demo_target"]

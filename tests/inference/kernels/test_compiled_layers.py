@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from shared_fixtures import ModelFactory
 from torch import Tensor
 from torch.testing import assert_close
 
+from headstart.data_pipelines.harvest_stages import OneTarget
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
@@ -24,7 +28,9 @@ from headstart.inference.kernels.fast_layers import pack_weights
 from headstart.inference.kernels.private import patch_only_tracing_thread
 from headstart.inference.kernels.products import cpp_compiler, library
 from headstart.inference.targets.model import TargetModel
+from headstart.recipes import load_recipe
 
+TINY = Path(__file__).parents[3] / "recipes/tiny.yaml"
 REQUESTS = [Request([5, 6, 7, 8, 9], 6), Request([9, 4], 9, Sampling(1.0, seed=3)), Request([*range(30)], 4)]
 
 
@@ -121,6 +127,21 @@ def test_a_compiled_layer_is_the_layer(make_model: ModelFactory) -> None:
         assert all(kernel is not None for kernel in kernels)
         assert texts(target) == wanted
         assert torch.equal(tree_logits(target), logits)
+
+
+def test_a_freed_target_stayed_in_memory_and_was_compiled(make_model, monkeypatch, traced_only) -> None:
+    is_idle, shared = threading.Event(), OneTarget(load_recipe(TINY))
+    monkeypatch.setattr(Compiler, "wait_until_idle", lambda self: is_idle.wait())
+    target = shared._target = TargetModel(make_model(), ())
+    compiler, model = compile_at_once(target), ref(target.layers[0])
+    tree_logits(target)
+    del target
+    shared.free()
+    assert model() is None
+    is_idle.set()
+    compiler.finish()
+    assert compiler.begun
+    assert not compiler.kernels
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.01])

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from shared_fixtures import ModelFactory
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -181,6 +183,27 @@ def test_a_bfloat16_checkpoint_was_converted_four_times_while_it_was_packed() ->
     assert weight.dtype == torch.bfloat16
     assert weight.untyped_storage().data_ptr() == linear.weight.untyped_storage().data_ptr()
     assert torch.equal(weight.float(), linear.weight)
+
+
+@needs_kernel
+@pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="not Linux")
+def test_the_file_of_a_packed_weight_stayed_in_memory_besides(tmp_path: Path) -> None:
+    path, weight = tmp_path / "model.safetensors", torch.randn(1024, 1024).bfloat16()
+    save_file({"weight": weight}, path)
+
+    def resident() -> int:
+        regions = Path("/proc/self/smaps").read_text().partition(str(path))[2]
+        return int(regions.partition("Rss:")[2].split()[0])  # KiB
+
+    with safe_open(path, "pt") as file:
+        layer = nn.Linear(1024, 1024, bias=False, device="meta")
+        layer.weight = nn.Parameter(file.get_tensor("weight"), requires_grad=False)
+    read, model = layer.weight, nn.Sequential(layer)
+    assert torch.equal(read, weight)
+    assert resident() > 1900
+    assert pack_weights(model, exact=True)
+    assert resident() < 100
+    assert torch.equal(read, weight)
 
 
 @needs_kernel
