@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from headstart.common.errors import wrong_value
 from headstart.inference.core.cache import PAGE_TOKENS, KVCache
 from headstart.inference.core.drafter import CapturedDrafter, Drafter, Situation
 from headstart.inference.core.sampling import BatchSampling, Sampling
@@ -287,7 +288,14 @@ class StaticStep:
             captured = BatchSampling([Sampling()] * len(inputs[0]), self.target.device, sampling.captured_form)
             capture = Capture(captured, Graphed(partial(function, captured), self.memory))
         self.captured[key] = capture  # the last one used is last
-        return capture(sampling, *inputs)
+        try:
+            return capture(sampling, *inputs)
+        except torch.OutOfMemoryError as error:
+            step = f"steps of {len(inputs[0])} rows of {self.drafter.max_nodes} nodes and {key[-1]} slots"
+            remedy = f"lower it or decode.nodes, or take shorter texts ({error})"
+            raise wrong_value(
+                "decode.max_batch", self.batch, f"{step} do not fit on the GPU, fewer are", remedy
+            ) from error
 
     @property
     def memory(self) -> GraphMemory | None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from matrix import slow_unless
-from pretended_cuda import CUDA, SECOND, Seen, WrongDevice, on_two_cards, pretended_cuda
+from pretended_cuda import CUDA, SECOND, Replayed, Seen, WrongDevice, on_two_cards, pretended_cuda
 from scripted import SetCosts, answered, finish
 from shared_fixtures import HeadFactory, ModelFactory
 from torch import Tensor
@@ -152,6 +152,22 @@ def assert_captured(
 def test_no_captured_step_waits_for_anything(make_model, make_head, cuda, name, growth, mix, rows) -> None:
     head = None if name is None else make_head(**HEADS[name])
     assert_captured(cuda, make_model, head, GROWTHS[growth], rows_of(mix, rows))
+
+
+def test_too_little_memory_for_a_graph_is_named_with_the_step_and_what_it_needed(make_model, cuda, monkeypatch) -> None:
+    said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.2 GiB free"
+    target = TargetModel(make_model().to(CUDA), ())
+
+    def captured(self: Replayed, *inputs: Tensor) -> tuple[Tensor, ...]:
+        raise torch.OutOfMemoryError(said)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Replayed, "__call__", captured)
+        with pytest.raises(ValueError, match=r"decode\.max_batch: 4 given, .* of 1 nodes and 256 slots") as named:
+            answered(DecodeLoop(target, PLAIN, 4), Request([5, 6], 3))
+    assert said in str(named.value)
+    assert "lower it or decode.nodes" in str(named.value)
+    assert answered(DecodeLoop(target, PLAIN, 4), Request([5, 6], 3)).tokens  # later loops decode
 
 
 # Whole decode loops, on one card and on two
