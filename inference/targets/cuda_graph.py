@@ -73,7 +73,7 @@ class StepOutput:
         return self.followed.tokens.shape[1]
 
     def copied(self) -> "StepOutput":
-        """A copy, without the logits, of what later steps overwrite."""
+        """The same, with what the host and the next step read in memory that no later step overwrites."""
         followed = Followed(*(each.clone() for each in self.followed))
         return replace(self, taps=self.taps.clone(), followed=followed)
 
@@ -148,6 +148,7 @@ class StaticStep:
         self.cache.set_lengths([])
 
     def nothing_verified(self, sampling: BatchSampling) -> VerifiedOnDevice:
+        """Inputs of a draft, of the right shapes."""
         rows, count, device = len(sampling.samplings), self.drafter.depth + 1, self.target.device
         zeros = partial(torch.zeros, dtype=torch.long, device=device)
         tapped = len(self.drafter.taps) * self.target.config.hidden_size
