@@ -193,9 +193,7 @@ def test_drafts_of_a_half_right_head_are_accepted_to_varying_depths(target, make
 
 
 @pytest.mark.parametrize("drafter_name", ["none", "oracle", "truth hidden in a tree"])
-def test_an_end_token_on_an_accepted_path_ends_the_text_where_plain_decoding_ends_it(
-    target: TargetModel, make_drafter: Drafting, plain: Plain, monkeypatch: pytest.MonkeyPatch, drafter_name: str
-) -> None:
+def test_an_end_token_on_an_accepted_path_ends_the_text(target, make_drafter, plain, monkeypatch, drafter_name) -> None:
     """Each of the first nine tokens in turn is the end token: the first one, draft tokens and bonus tokens."""
     sampling = Sampling(0.7, seed=1)
     text = plain(sampling)

@@ -11,7 +11,7 @@ from scripted import DRAFTERS, Oracle, Texts
 from shared_fixtures import HeadFactory
 
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.core.request import Generation, Request, StopStrings
+from headstart.inference.core.request import Request, StopStrings
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate, generate_batch, loop_of
 from headstart.inference.targets.model import TargetModel
@@ -141,18 +141,15 @@ def test_stop_string_end_token_or_length_ends_a_text_whichever_comes_first(targe
     place = next(i for i in fresh if first_end(text, (detokenize(text[i : i + 1]),)) == i + 1)
     string = detokenize(text[place : place + 1])
 
-    def decode(count: int, strings: tuple[str, ...]) -> Generation:
-        request = Request(PROMPT, count, stop=StopStrings(strings, detokenize))
-        return generate_batch(target, [request], Oracle(PROMPT + text, ahead=30))[0]
+    def written(count: int, stop: str) -> tuple[list[int], str]:
+        request = Request(PROMPT, count, stop=StopStrings((stop,), detokenize))
+        found = generate_batch(target, [request], Oracle(PROMPT + text, ahead=30))[0]
+        return found.tokens, found.finish
 
     monkeypatch.setattr(target, "end_tokens", [text[place + 1]])
-    found = decode(NEW_TOKENS, (string,))
-    assert (found.tokens, found.finish) == (text[: place + 1], "stop")
-    found = decode(NEW_TOKENS, ("nowhere",))
-    assert (found.tokens, found.finish) == (text[: place + 2], "end")
-    found = decode(place, (string,))
-    assert (found.tokens, found.finish) == (text[:place], "length")
+    assert written(NEW_TOKENS, string) == (text[: place + 1], "stop")
+    assert written(NEW_TOKENS, "nowhere") == (text[: place + 2], "end")
+    assert written(place, string) == (text[:place], "length")
     monkeypatch.setattr(target, "end_tokens", [text[place - 1]])
     if text[place - 1] not in text[: place - 1]:
-        found = decode(NEW_TOKENS, (string,))
-        assert (found.tokens, found.finish) == (text[:place], "end")
+        assert written(NEW_TOKENS, string) == (text[:place], "end")
