@@ -3,6 +3,7 @@ in tests/conftest.py.
 """
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +38,13 @@ def make_head(make_head: Any) -> Any:
 @pytest.fixture(scope="session")
 def head(make_head: Any) -> Any:
     return make_head()
+
+
+@pytest.fixture(scope="session")
+def seeing_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from seeing_target import build_seeing_target
+
+    return build_seeing_target(tmp_path_factory.mktemp("seeing"))
 
 
 @pytest.fixture(scope="session")

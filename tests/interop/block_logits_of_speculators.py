@@ -21,15 +21,9 @@ if __name__ == "__main__":
     anchors, tokens = given["anchors"], given["tokens"]
     core.select_anchors = lambda *_: (anchors, torch.ones(len(anchors), dtype=torch.bool))
     with torch.no_grad():
-        hidden, logits, *_ = model._backbone_forward(
-            given["taps"],
-            tokens,
-            torch.ones(tokens.shape),
-            given["last_hidden"],
-            given["documents"],
-            given["positions"],
-            max_anchors=len(anchors),
-        )
+        taps, last, *places = (given[name] for name in ("taps", "last_hidden", "documents", "positions"))
+        mask = torch.ones(tokens.shape)
+        hidden, logits, *_ = model._backbone_forward(taps, tokens, mask, last, *places, max_anchors=len(anchors))
         size = model.block_size
         logits, hidden = (each.view(len(anchors), size, -1) for each in (logits, hidden))
         if getattr(model, "markov_head", None) is not None:

@@ -26,14 +26,8 @@ def main() -> None:
     if job["parallel"]:
         speculative["parallel_drafting"] = True
     named = job["method"] is not None
-    model = LLM(
-        model=job["target"] if named else job["head"],
-        speculative_config=speculative if named else None,
-        dtype="float32",
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-    )
+    served = {"model": job["target"], "speculative_config": speculative} if named else {"model": job["head"]}
+    model = LLM(**served, dtype="float32", enforce_eager=True, enable_prefix_caching=False, disable_log_stats=False)
     prompts: Any = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     sampling = SamplingParams(temperature=0, max_tokens=job["max_new_tokens"])
     texts = [list(output.outputs[0].token_ids) for output in model.generate(prompts, sampling, use_tqdm=False)]

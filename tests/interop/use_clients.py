@@ -181,20 +181,15 @@ def pydantic_ai(url: str, model: str) -> Uses:
             async with Agent(chat, model_settings=short).run_stream(QUESTION) as answer:
                 need([text async for text in answer.stream_text()])
 
-        def with_tool() -> None:
-            need(Agent(chat, tools=[weather], model_settings=short).run_sync(QUESTION).output)
-
         return {
             "text": lambda: need(Agent(chat, model_settings=short).run_sync(QUESTION).output),
             "stream": lambda: asyncio.run(stream()),
             "output type": lambda: need(Agent(chat, output_type=Cat).run_sync(QUESTION).output),
-            "tools": with_tool,
+            "tools": lambda: need(Agent(chat, tools=[weather], model_settings=short).run_sync(QUESTION).output),
         }
 
-    models = {
-        "chat": OpenAIChatModel(model, provider=provider),
-        "responses": OpenAIResponsesModel(model, provider=provider),
-    }
+    kinds: Any = {"chat": OpenAIChatModel, "responses": OpenAIResponsesModel}
+    models = {name: kind(model, provider=provider) for name, kind in kinds.items()}
     return {f"{name}, {what}": use for name, chat in models.items() for what, use in uses(chat).items()}
 
 

@@ -26,12 +26,9 @@ def files_that_name(kind: str, files: list[Path]) -> list[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_files_name_a_kind_of_head(kind: str) -> None:
-    """A source file counts if it has, anywhere in its text, the name of the kind's head class or section class, the
-    kind itself as a string in quotes, or an import from the kind's module.
-
-    Nothing is exempt: an engine's own word counts, too, where it is the same as the kind's (vLLM's method "eagle3"),
-    and so does the list of all kinds (heads/kinds/checkpoint.py). Not counted are the kind's name in prose, and what a
-    kind keeps in further modules of heads/kinds (block_attention.py), which other kinds may use.
+    """A file counts if it names the kind's head class or section class, has the kind as a string in quotes (also as an
+    engine's own word, or in the list of all kinds), or imports from the kind's module. The kind's name in prose does
+    not count, nor do further modules of heads/kinds (block_attention.py), which other kinds may use.
     """
     files = files_that_name(kind, our_files())
     assert f"heads/kinds/{kind}.py" in files

@@ -113,18 +113,13 @@ def imports_in(source: str) -> set[str]:
     return found
 
 
-def imported_names(source: str) -> set[str]:
-    """Top-level names of all modules that a source imports, also inside functions; `headstart` for our own."""
-    return {name.partition(".")[0] for name in imports_in(source)}
-
-
 def room_of(file: str) -> str:
     return max((room for room in ROOMS if file.startswith(room)), key=len, default="")
 
 
 def violations(file: str, source: str) -> list[str]:
     """One line for each import that a file in one of the folders must not have."""
-    names = sorted(imported_names(source))
+    names = sorted({name.partition(".")[0] for name in imports_in(source)})
     upward = [
         f"{file} imports {other}, which comes after {room_of(file)}"
         for other in sorted(imported_modules(source))
@@ -153,10 +148,6 @@ def imported_modules(source: str) -> set[str]:
 @cache
 def is_ours(path: str) -> bool:
     return (ROOT / path).is_file()
-
-
-def imported_files(file: Path) -> set[Path]:
-    return {ROOT / path for path in imported_modules(text_of(file))}
 
 
 def circle_in(imports: dict[Path, set[Path]]) -> list[Path]:
@@ -201,7 +192,7 @@ def test_no_files_and_no_folders_import_each_other_in_a_circle() -> None:
     a, b, c, d = map(Path, "abcd")
     assert circle_in({a: {b}, b: {c}, c: {b}, d: set()}) == [b, c, b]
     assert circle_in({a: {b, c}, b: {c}, c: set(), d: {a}}) == []
-    files = {file: imported_files(file) for file in our_files()}
+    files = {file: {ROOT / path for path in imported_modules(text_of(file))} for file in our_files()}
     assert sum(map(len, files.values())) > len(files)
     folders: dict[Path, set[Path]] = {}
     for file, others in files.items():

@@ -4,6 +4,7 @@ import ast
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import one_file
@@ -13,13 +14,7 @@ from exported import exported
 from families import make_family
 from matrix import slow
 from shared_fixtures import HeadFactory
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList, StoppingCriteriaList
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET, HEAD = ROOT / "assets/demo_target", ROOT / "assets/demo_head"
@@ -50,8 +45,7 @@ def folder(make_head: HeadFactory, target_folder: Path, tmp_path: Path, monkeypa
 def test_one_file_accepts_draft_tokens(model: Any, prompts: list[torch.Tensor]) -> None:
     head, steps, tokens = one_file.DraftHead.load(HEAD, model), 6, 0
     for prompt in prompts:
-        stop = StoppingCriteriaList([MaxLengthCriteria(10**6)])
-        text = one_file.Text(prompt, LogitsProcessorList(), stop, is_sampled=False)
+        text = one_file.Text(prompt, LogitsProcessorList(), StoppingCriteriaList(), is_sampled=False)
         *_, length = itertools.islice(one_file.decode(model, text, head, width=4, depth=5), steps)
         tokens += length - prompt.shape[1]
     assert tokens > 2 * steps * len(prompts)  # about 4 tokens in each pass
@@ -67,10 +61,10 @@ def test_one_file_accepts_draft_tokens(model: Any, prompts: list[torch.Tensor]) 
 )
 def test_a_custom_generate_writes_plain_generates_tokens(folder: Path, family: str, options: dict[str, Any]) -> None:
     """The drafts of a random head are wide here, so that some are accepted."""
-    model, written = make_family(family), []
-    prompt, random_numbers = torch.randint(1, 97, (1, 9)), []
+    model, written, random_numbers, passes = make_family(family), [], [], list[None]()
+    prompt = torch.randint(1, 97, (1, 9))
     drafts = {"custom_generate": str(folder), "trust_remote_code": True, "draft_width": 24, "draft_depth": 3}
-    passes = Passes(model)
+    model.register_forward_pre_hook(lambda *_: passes.append(None))
     for more in ({}, drafts):
         torch.manual_seed(5)
         inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
@@ -79,40 +73,18 @@ def test_a_custom_generate_writes_plain_generates_tokens(folder: Path, family: s
         random_numbers.append(torch.rand(1).item())
     assert written[0] == written[1]
     assert random_numbers[0] == random_numbers[1]  # the next text goes on with the same ones
-    assert passes.count < 24 + 24  # some drafts were right
-
-
-class Passes:
-    """Counts the passes of a model."""
-
-    def __init__(self, model: Any) -> None:
-        self.count = 0
-        model.register_forward_pre_hook(self.add)
-
-    def add(self, *arguments: Any) -> None:
-        self.count += 1
+    assert len(passes) < 24 + 24  # some drafts were right
 
 
 def test_a_custom_generate_writes_stops_and_streams_as_plain_generate(model: Any, prompts: list[torch.Tensor]) -> None:
     options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "inputs": prompts[0]}
     last, short = int(model.generate(**options)[0, -3]), {"max_new_tokens": None, "max_length": prompts[0].shape[1] + 5}
     for more in ({"eos_token_id": last}, short, {"inputs": prompts[1]}):
-        streamed: list[int] = []
-        streamer = ListStreamer(streamed)
+        streamed: list[torch.Tensor] = []
+        streamer = SimpleNamespace(put=streamed.append, end=lambda: None)
         expected = model.generate(**{**options, **more})
         assert one_file.generate(model, HEAD, streamer=streamer, **{**options, **more}).tolist() == expected.tolist()
-        assert streamed == expected[0].tolist()
-
-
-class ListStreamer:
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens = tokens
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        pass
+        assert torch.cat([each.flatten() for each in streamed]).tolist() == expected[0].tolist()
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,8 @@ def test_an_installed_wheel_chats_imports_and_trains_from_any_folder(wheel: Path
         assert ended.returncode == 0, ended.stderr
         return ended.stdout
 
-    assert str(site) in output(
-        "python", "-c", "from headstart import SpeculativeModel; import headstart as h; print(h)"
-    )
+    shown = output("python", "-c", "from headstart import SpeculativeModel; import headstart as h; print(h)")
+    assert str(site) in shown
     assert "usage: headstart chat" in output("headstart", "chat", "--help")
     output("headstart", "train", "recipe.yaml")
     assert (here / "runs/tiny/head/model.safetensors").is_file()

@@ -40,6 +40,9 @@ OTHER_PROGRAMS = {
 OTHER_COMMANDS = r"\b(pip|sbatch|srun|torchrun|ray|transformers serve|aiperf) "  # on their lines, options are theirs
 SECTIONS = "|".join(recipe_sections())
 PACKAGES = "|".join((*FOLDERS, "headstart"))
+MAKE_TARGETS = re.findall(r"^([a-z.-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+YAML_FILES = {file.name for file in (ROOT / "recipes").rglob("*.yaml")}
+EXTRAS = {*tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]}
 
 
 @dataclass(frozen=True)
@@ -109,21 +112,6 @@ def is_option(match: re.Match[str]) -> bool:
     return match[1] in options() or re.search(OTHER_COMMANDS, line) is not None
 
 
-@cache
-def make_targets() -> list[str]:
-    return re.findall(r"^([a-z.-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-
-
-@cache
-def yaml_files() -> set[str]:
-    return {file.name for file in (ROOT / "recipes").rglob("*.yaml")}
-
-
-@cache
-def extras() -> set[str]:
-    return {*tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]}
-
-
 @dataclass(frozen=True)
 class Law:
     pattern: str
@@ -163,7 +151,7 @@ LAWS = {
     "modules": Law(rf"-m ((?:{PACKAGES})[\w.]*\w)", lambda match: runs(match[1]), "python -m heads.exports"),
     "options": Law(r"(?<![\w`-])(--[a-z][\w-]*)", is_option, "give --spede 3", (*OTHER_PROGRAMS, CALLS_PIP)),
     "make targets": Law(
-        r"(?:`|^ {4,}|\b[Rr]un )make ([a-z-]+)\b", lambda match: match[1] in make_targets(), "`make test-everything`"
+        r"(?:`|^ {4,}|\b[Rr]un )make ([a-z-]+)\b", lambda match: match[1] in MAKE_TARGETS, "`make test-everything`"
     ),
     "files of ours": Law(
         rf"(?<![\w/.{VALUE}])((?:{PACKAGES}|benchmarks|tests|docs|assets)/[\w./-]*\.(?:py|yaml|md|sh|jsonl|svg))\b",
@@ -172,14 +160,14 @@ LAWS = {
     ),
     "recipes": Law(
         rf"(?<![\w/.$*{VALUE}-])(\w+\.yaml)\b",
-        lambda match: match[1] in yaml_files(),
+        lambda match: match[1] in YAML_FILES,
         "give smal.yaml",
         ("heads/formats/commands.py",),
     ),
     # No package index has headstart: `pip install 'headstart[lora]'` was named as a remedy.
     "extras": Law(
         r"pip install (?:-\S+ (?:constraints\.txt )?)*'?([\w.]+)\[([\w,]+)\]",
-        lambda match: match[1] == "." and set(match[2].split(",")) <= extras(),
+        lambda match: match[1] == "." and set(match[2].split(",")) <= EXTRAS,
         "pip install 'headstart[lora]'",
     ),
 }

@@ -62,11 +62,13 @@ class Patient(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(kind: type[Server] = Server, **fields: Any) -> Iterator[tuple[str, Any]]:
+def serving(kind: type[BaseHTTPRequestHandler] = Server, **fields: Any) -> Iterator[tuple[str, Any]]:
     """A running server's URL, and its handler's class, whose `fields` the test may change."""
     handler = type("Fresh", (kind,), {"seen": [], **fields})
     running = Patient(("127.0.0.1", 0), handler)
     threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{running.server_port}", handler
-    running.shutdown()
-    running.server_close()
+    try:
+        yield f"http://127.0.0.1:{running.server_port}", handler
+    finally:
+        running.shutdown()
+        running.server_close()

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from scripted import LOPSIDED
@@ -105,17 +106,12 @@ def read_taps(target: TargetModel, text: list[int]) -> Tensor:
 
 
 def verified(
-    target: TargetModel,
-    sampling: Sampling | list[Sampling],
-    *spans: tuple[int, int],
-    texts: list[list[int]] | None = None,
-    remaining: list[int] | None = None,
+    target: TargetModel, sampling: Any, *spans: tuple[int, int], texts: Any = (TEXT,), remaining: Any = None
 ) -> VerifiedOnHost:
     """In row b, positions start to end - 1 of text b are newly verified, and the token after them is the root.
 
-    Prompts are two tokens long; penalties count the rest as output.
+    Prompts are two tokens long; penalties count the rest as output. `sampling` is one for all rows, or one for each.
     """
-    texts = texts or [TEXT]
     samplings = sampling if isinstance(sampling, list) else [sampling] * len(texts)
     longest = max(end - start for start, end in spans)
     taps = torch.zeros(len(texts), longest, 96)

@@ -23,6 +23,7 @@ GROUPED: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
 # With tied and scaled embeddings, a random model only repeats its last token.
 UNTIED = {"tie_word_embeddings": False}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+FEW_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ALTERNATING: dict[str, Any] = {**GROUPED, "sliding_window": WINDOW, "layer_types": [SLIDING, FULL]}
 LAST_SLIDING = {**GROUPED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 
@@ -40,7 +41,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_mixed": ("qwen3", LAST_SLIDING),
     "qwen3_moe": ("qwen3_moe", {**GROUPED, **EXPERTS, "norm_topk_prob": True}),
     "mistral": ("mistral", {**GROUPED, "sliding_window": WINDOW}),
-    "mixtral": ("mixtral", {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": ("mixtral", {**GROUPED, **FEW_EXPERTS}),
     "gemma2": ("gemma2", {**ALTERNATING, **UNTIED, **CAPPED}),
     "gemma3": ("gemma3_text", {**ALTERNATING, **UNTIED, "query_pre_attn_scalar": 8}),
     "phi3": ("phi3", GROUPED),
@@ -49,10 +50,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {**SIZES, "rotary_pct": 0.5, "use_parallel_residual": True}),
     "olmo2": ("olmo2", GROUPED),
     "olmo3": ("olmo3", ALTERNATING),
-    "gpt_oss": (  # attention sinks
-        "gpt_oss",
-        {**ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN},
-    ),
+    "gpt_oss": ("gpt_oss", {**ALTERNATING, **FEW_EXPERTS, "rope_parameters": YARN}),  # attention sinks
     "granite": ("granite", {**GROUPED, **MULTIPLIED}),
     "cohere2": ("cohere2", {**ALTERNATING, **UNTIED, "logit_scale": 1.0}),  # no rotary embedding in the full layers
     "starcoder2": ("starcoder2", {**GROUPED, "sliding_window": WINDOW}),

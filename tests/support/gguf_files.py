@@ -1,7 +1,6 @@
 """GGUF files of tiny models, as llama.cpp's converter writes them."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy
 from numpy.typing import NDArray
 from tiny_run import build_tokenizer
 from torch import Tensor
-from transformers import PreTrainedModel
 
 SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where a block's scales lie
 NORMS_PLUS_ONE = ("gemma2", "gemma3", "nemotron")
@@ -49,16 +47,12 @@ def keys_of(config: Any, architecture: str) -> dict[str, Any]:
 
 
 def write_gguf(
-    model: PreTrainedModel,
-    path: Path,
-    architecture: str = "llama",
-    kind: str = "F32",
-    keys: Mapping[str, Any] | None = None,
-    tensors: Mapping[str, NDArray[Any]] | None = None,
+    model: Any, path: Path, architecture: str = "llama", kind: str = "F32", keys: Any = (), tensors: Any = ()
 ) -> Path:
     """Write a model and the tests' tokenizer as a GGUF file; `kind` is the number format of its matrices, or Q4_K_M.
 
-    `keys` follow the architecture if they begin with a dot; with None for a value the key is left out.
+    `keys` maps names to values; they follow the architecture if they begin with a dot, and with None for a value the
+    key is left out. `tensors` maps the names of more tensors to their numbers.
     """
     config, tokenizer = model.config, build_tokenizer()
     writer = gguf.GGUFWriter(path, architecture)
@@ -73,7 +67,7 @@ def write_gguf(
         "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
         "tokenizer.ggml.eos_token_id": 0,
         "tokenizer.chat_template": str(tokenizer.chat_template),
-        **(keys or {}),
+        **dict(keys),
     }
     for name, value in written.items():
         if value is not None:
@@ -108,7 +102,7 @@ def write_gguf(
                 writer.add_tensor(written_name, quantised(numbers, stored), raw_dtype=stored)
             else:
                 writer.add_tensor(written_name, numbers)
-    for name, numbers in (tensors or {}).items():
+    for name, numbers in dict(tensors).items():
         writer.add_tensor(name, numbers)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

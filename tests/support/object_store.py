@@ -2,21 +2,18 @@
 
 import http.client
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
+from completion_server import serving
+
 BUCKET = "bucket"
-ENVIRONMENT = {
-    "AWS_ACCESS_KEY_ID": "test",
-    "AWS_SECRET_ACCESS_KEY": "test",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_EC2_METADATA_DISABLED": "true",
-}
+ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+ENVIRONMENT |= {"AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
 Fault = Callable[["Forward"], bool]  # answers a request in its own way; False leaves it to the store
 
 
@@ -91,16 +88,8 @@ class Forward(BaseHTTPRequestHandler):
 @contextmanager
 def proxy(store: str, fault: Fault) -> Iterator[str]:
     """The URL of a proxy before a server."""
-    handler = type("Faulty", (Forward,), {"store": store, "fault": staticmethod(fault)})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(Forward, store=store, fault=staticmethod(fault)) as (url, _):
+        yield url
 
 
 def every(number: int, fault: Fault) -> Fault:

@@ -42,6 +42,10 @@ def batch_trees(rows: Sequence[Nodes]) -> Tree:
     return Tree(torch.tensor(tokens), torch.tensor(parents))
 
 
+def random_parents(nodes: int) -> list[int]:
+    return [-1] + [int(torch.randint(node, ())) for node in range(1, nodes)]
+
+
 def paths(tree: Tree) -> list[set[tuple[int, ...]]]:
     """For each row, the paths from the root (exclusive) to every other node, as tokens."""
     rows = []

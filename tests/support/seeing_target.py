@@ -63,6 +63,11 @@ def picture(colour: str = "red", row: int = 0, column: int = 0, cells: int = 2) 
     return image
 
 
+def text(words: str) -> dict[str, Any]:
+    """A part of a message's content."""
+    return {"type": "text", "text": words}
+
+
 def file_bytes(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
     file = BytesIO()
     image.save(file, form, **options)

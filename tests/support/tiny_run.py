@@ -50,12 +50,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_target(
-    folder: Path,
-    seed: int = 0,
-    vocab_size: int = VOCAB_SIZE,
-    num_layers: int = 4,
-    tokenizer: PreTrainedTokenizerFast | None = None,
-    **config_changes: Any,
+    folder: Path, seed: int = 0, vocab_size: int = VOCAB_SIZE, num_layers: int = 4, tokenizer: Any = None, **fields: Any
 ) -> Path:
     """Save a random target with weights so large that next tokens depend on the text and near-ties are rare."""
     sizes = {
@@ -63,7 +58,7 @@ def build_target(
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3,
         "bos_token_id": None, "eos_token_id": ENDS, "tie_word_embeddings": False,
     }  # fmt: skip
-    config = LlamaConfig(**sizes | config_changes)
+    config = LlamaConfig(**sizes | fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         LlamaForCausalLM(config).save_pretrained(folder)

@@ -7,20 +7,19 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from matrix import slow_unless
-from scripted import DRAFTERS, Hidden, Texts, batch_trees
+from scripted import DRAFTERS, Hidden, Texts, batch_trees, random_parents
 from torch import Tensor
 
 from headstart.common import process
 from headstart.heads.kinds.eagle3 import Eagle3Head
-from headstart.inference.core import cache as cache_module
 from headstart.inference.core.cache import KVCache, Slots
 from headstart.inference.core.request import Request
 from headstart.inference.core.tree import Tree
-from headstart.inference.engine import batch as batch_module
 from headstart.inference.engine.loop import generate, loop_of
 from headstart.inference.targets.model import TargetModel
 
@@ -30,11 +29,7 @@ PROMPT = PROMPTS[0]
 
 def random_tree(*sizes: int) -> Tree:
     """One row per size, each a random tree of that many nodes."""
-    rows = []
-    for nodes in sizes:
-        parents = [-1] + [int(torch.randint(node, ())) for node in range(1, nodes)]
-        rows.append((torch.randint(97, (nodes,)).tolist(), parents))
-    return batch_trees(rows)
+    return batch_trees([(torch.randint(97, (nodes,)).tolist(), random_parents(nodes)) for nodes in sizes])
 
 
 def path_to(tree: Tree, node: int, row: int = 0) -> list[int]:
@@ -44,11 +39,9 @@ def path_to(tree: Tree, node: int, row: int = 0) -> list[int]:
     return path
 
 
-def cache_with_prompts(
-    target: TargetModel, *prompts: list[int], capacity: int = 64, static: bool = False, filler: float = 0.0
-) -> KVCache:
+def cache_with_prompts(target: TargetModel, *prompts: list[int], filler: float = 0.0, **shape: Any) -> KVCache:
     """A cache with one prompt in each row, each read by itself. Unwritten slots hold `filler`."""
-    cache = target.passes.new_cache(capacity, batch=len(prompts), static=static)
+    cache = target.passes.new_cache(90, batch=len(prompts), **shape)
     cache.target.storages[0].fill_(filler)
     for row, prompt in enumerate(prompts):
         target.passes.forward(torch.tensor([prompt]), cache=cache.row(row))
@@ -64,7 +57,7 @@ def held(slots: Slots, row: int = 0) -> Tensor:
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_paths_kept_step_after_step_equal_one_forward_in_every_row(target: TargetModel, static: bool) -> None:
     """Rows differ in length, in the size of their trees and in how many nodes they keep."""
-    cache = cache_with_prompts(target, *PROMPTS, capacity=90, static=static)
+    cache = cache_with_prompts(target, *PROMPTS, static=static)
     texts = [list(prompt) for prompt in PROMPTS]
     for _ in range(6):
         sizes = torch.randint(1, 9, (3,)).tolist()
@@ -76,7 +69,7 @@ def test_paths_kept_step_after_step_equal_one_forward_in_every_row(target: Targe
             texts[row] += tree.tokens[row, path].tolist()
     assert cache.target.lengths == cache.target.starts.tolist() == [len(text) for text in texts]
     for row, text in enumerate(texts):
-        scratch = cache_with_prompts(target, text, capacity=90)
+        scratch = cache_with_prompts(target, text)
         torch.testing.assert_close(held(cache.target, row), held(scratch.target), atol=1e-4, rtol=1e-4)
 
 
@@ -172,23 +165,20 @@ def test_unwritten_slots_hold_no_nan(target: TargetModel, batch: int, static: bo
     assert all((slots.storages[0] == 0).all() for slots in cache.slots)
 
 
-SOME = ("half right head and repeats", "truth hidden in a tree")
-
-
-@pytest.mark.parametrize("drafter_name", slow_unless(SOME, DRAFTERS))
-def test_a_single_row_reads_no_slot_that_it_has_not_written(target, make_head, monkeypatch, drafter_name) -> None:
+@pytest.mark.parametrize("name", slow_unless(("half right head and repeats", "truth hidden in a tree"), DRAFTERS))
+def test_a_single_row_reads_no_slot_that_it_has_not_written(target, make_head, monkeypatch, name) -> None:
     """Its cache is not cleared, so old memory, even NaN, must reach neither the text nor the drafts."""
     text = PROMPT + generate(target, PROMPT, 20).tokens
 
     def decode_with(filler: float) -> tuple[list[int], list[int]]:
-        drafter = DRAFTERS[drafter_name](Texts(target, [text], make_head))
+        drafter = DRAFTERS[name](Texts(target, [text], make_head))
         with monkeypatch.context() as patched:
             patched.setattr(torch, "empty", partial(torch.full, fill_value=filler))
             found = generate(target, PROMPT, 20, drafter=drafter)
         return found.tokens, found.stats.accepted_at_depth
 
-    for module in (cache_module, batch_module):
-        monkeypatch.setattr(module, "PAGE_TOKENS", 4)
+    for module in ("core.cache", "engine.batch"):
+        monkeypatch.setattr(f"headstart.inference.{module}.PAGE_TOKENS", 4)
     clean, dirty = decode_with(0.0), decode_with(math.nan)
     assert clean[0] == text[len(PROMPT) :]
     assert dirty == clean

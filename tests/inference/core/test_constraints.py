@@ -28,7 +28,7 @@ from headstart.inference.drafters.growth import Dynamic, Growth
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.drafters.model import ModelDrafter
-from headstart.inference.engine.loop import DecodeLoop, generate_batch
+from headstart.inference.engine.loop import generate_batch, loop_of
 from headstart.inference.generate.text_rules import TextRules
 from headstart.inference.serve.api.constraints import Grammar, Grammars
 from headstart.inference.targets.model import TargetModel
@@ -45,6 +45,7 @@ SCHEMA = {
 DIGITS = r"[0-9]{1,3}(-[0-9]{2}){2}"
 GROWTH = Dynamic(4, 3, 12)
 LIMITS = Growth(depth=5, width=3, nodes=12)
+VOCABULARY = build_tokenizer().get_vocab()
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +139,7 @@ def test_constrained_texts_are_valid_and_the_same_with_drafts(target, ruled, pla
 def test_the_only_way_on_is_drafted_and_accepted(target: TargetModel, grammars: Grammars, name: str) -> None:
     """Also by a head that does not score the tokens that the grammar forces, and by lookup, which saw no such text."""
     size = target.config.vocab_size
-    digits = {token for text, token in build_tokenizer().get_vocab().items() if any(map(str.isdigit, text))}
+    digits = {token for text, token in VOCABULARY.items() if any(map(str.isdigit, text))}
     others = DraftVocab(torch.tensor([token for token in range(size) if token not in digits]), size)
     section = BlockSection(kind="block", block_size=5, markov_rank=6, taps=target.taps)
     block_head = new_head(section, target.frozen, others, seed=1).eval()
@@ -158,8 +159,7 @@ def test_lookup_proposes_nothing_that_the_grammar_refuses(target: TargetModel, g
 
     root - 9 - 8 - dash
     """
-    vocabulary = build_tokenizer().get_vocab()
-    x, a, nine, eight, seven, dash = (vocabulary[letter] for letter in "xa987-")
+    x, a, nine, eight, seven, dash = (VOCABULARY[letter] for letter in "xa987-")
     before = [x, nine, a, a, x, nine, eight, seven, x]
     free = verified(target, Sampling(), (0, len(before) - 1), texts=[before])
     constrained = replace(free, rows=[replace(free.rows[0], constraint=grammars.regex("[0-9]{2}-[a-z]+").start())])
@@ -169,18 +169,16 @@ def test_lookup_proposes_nothing_that_the_grammar_refuses(target: TargetModel, g
 
 
 def test_a_text_may_end_only_where_the_grammar_does(target: TargetModel, grammars: Grammars) -> None:
-    state = grammars.regex("ab?").start()
-    vocabulary = build_tokenizer().get_vocab()
+    state, (a, b, c) = grammars.regex("ab?").start(), (VOCABULARY[letter] for letter in "abc")
     assert not state.allowed(())[0]
-    assert state.advance([vocabulary["a"]]) == 1
+    assert state.advance([a]) == 1
     assert state.allowed(())[0]
-    assert state.allowed((vocabulary["b"],)).nonzero().flatten().tolist() == [0]
+    assert state.allowed((b,)).nonzero().flatten().tolist() == [0]
     assert state.allowed((0,)).nonzero().flatten().tolist() == [0]  # after its end only that is repeated
-    assert state.advance([vocabulary["b"], vocabulary["b"]]) == 1
+    assert state.advance([b, b]) == 1
     assert state.advance([0, 0]) == 2
-    vocabulary = build_tokenizer().get_vocab()
-    state = Grammars(build_tokenizer(), target.config.vocab_size, [0, vocabulary["b"]]).regex("a[bc]+d").start()
-    assert state.allowed((vocabulary["a"],)).nonzero().flatten().tolist() == [vocabulary["c"]]
+    state = Grammars(build_tokenizer(), target.config.vocab_size, [0, b]).regex("a[bc]+d").start()
+    assert state.allowed((a,)).nonzero().flatten().tolist() == [c]
 
 
 def test_calls_follow_their_tools_and_nothing_else(grammars: Grammars) -> None:
@@ -212,16 +210,14 @@ def spells(grammar: Grammar, text: str) -> bool:
 
 def test_a_text_without_a_way_on_ends_in_an_error_and_not_as_a_proper_end(target, grammars) -> None:
     """A bias forbids what the grammar allows, at the first token or later. The step, and other rows, go on."""
-    banned = [token for name, token in build_tokenizer().get_vocab().items() if "3" in name]
+    banned = [token for name, token in VOCABULARY.items() if "3" in name]
     sampling = Sampling(logit_bias=tuple((token, -float("inf")) for token in banned))
     requests = [
         Request([5, 6], 20, sampling, constraint=grammars.regex("123"), end_tokens=(0,)),
         Request([5, 6], 20, sampling, constraint=grammars.regex("3"), end_tokens=(0,)),
         Request([7], 20, end_tokens=()),
     ]
-    loop = DecodeLoop(target, max_batch=3)
-    for request in requests:
-        loop.submit(request)
+    loop = loop_of(target, requests)
     while not loop.idle:
         assert all(block.tokens for block in loop.step())
     found = [*loop.generations.values()]
@@ -246,8 +242,7 @@ def test_a_constant_may_spell_an_end_token(target: TargetModel, grammars: Gramma
 
 def test_an_error_of_the_library_while_drafts_are_checked_does_not_end_the_text(grammars: Grammars) -> None:
     """Its errors are final, so the text goes on from a new matcher, and without drafts."""
-    vocabulary = build_tokenizer().get_vocab()
-    state, (a, b, c) = grammars.regex("ab+c").start(), (vocabulary[letter] for letter in "abc")
+    state, (a, b, c) = grammars.regex("ab+c").start(), (VOCABULARY[letter] for letter in "abc")
     assert state.advance([a, b]) == 2
     assert state.allowed((b,)).any()
     state.matcher.consume_token(a)  # an error
@@ -258,14 +253,13 @@ def test_an_error_of_the_library_while_drafts_are_checked_does_not_end_the_text(
 
 
 def test_a_grammar_comes_before_rules_that_would_leave_it_no_way_on(target: TargetModel, grammars: Grammars) -> None:
-    vocabulary = build_tokenizer().get_vocab()
-    a, b = vocabulary["a"], vocabulary["b"]
+    a, b, d = (VOCABULARY[letter] for letter in "abd")
     rules = TextRules((a, b), target.config.vocab_size, 9, (0,), min_new_tokens=9, bad_words=((b, a), (a, b)))
     state = replace(rules, grammar=grammars.regex("[ab][abc]d")).start()
     assert state.allowed(()).nonzero().flatten().tolist() == [b]  # a would complete a bad word
     assert not state.allowed((b,))[a]
     assert state.allowed((b,))[b]
-    assert state.advance([b, b, vocabulary["d"]]) == 3
+    assert state.advance([b, b, d]) == 3
     assert state.allowed(()).nonzero().flatten().tolist() == [0]  # before its least length
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import OTHERS, STATEFUL, make_family
 from matrix import slow_unless
-from scripted import Hidden, Moody, NoThirds, answered, finish
+from scripted import Hidden, Moody, NoThirds, Oracle, answered, finish
 from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration, RwkvConfig, RwkvForCausalLM
 
 from headstart.inference.core.drafter import Drafter
@@ -120,13 +120,10 @@ def test_layers_of_several_shapes_verify_trees_and_others_decode_plainly(name: s
 def test_a_rejection_costs_no_pass_until_the_window_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     target, counts = TargetModel(make_family("qwen3_next"), ()), list[int]()
 
-    class HalfRight(Moody):
+    class HalfRight(Oracle):
         def continuation(self, prefix: list[int], remaining: int) -> list[int]:
             right = super().continuation(prefix, remaining)[:2]
             return [*right[:1], *((token + 1) % 97 for token in right[1:])]
-
-        def tree(self, root: int, continuation: list[int]) -> Any:
-            return [root, *continuation], [*range(-1, len(continuation))]
 
     (text, *_) = texts(target, requests()[:1])
     monkeypatch.setattr(passes.Passes, "_run", counting(counts))

@@ -8,10 +8,8 @@ import pytest
 import torch
 from matrix import slow
 from scripted import DRAFTERS, Oracle, Texts
-from shared_fixtures import HeadFactory
 
-from headstart.inference.core.drafter import Drafter
-from headstart.inference.core.request import Generation, Request, StopStrings
+from headstart.inference.core.request import Request, StopStrings
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate, generate_batch, loop_of
 from headstart.inference.targets.model import TargetModel
@@ -88,18 +86,15 @@ def texts(target: TargetModel) -> dict[Sampling, list[int]]:
     return {sampling: generate(target, PROMPT, NEW_TOKENS, sampling).tokens for sampling in samplings}
 
 
-def made(name: str, target: TargetModel, text: list[int], make_head: HeadFactory) -> Drafter | None:
-    return None if name == "plain" else DRAFTERS[name](Texts(target, [PROMPT + text], make_head))
-
-
-@pytest.mark.parametrize("drafter", [slow("oracle"), slow("truth hidden in a tree"), "plain", "half right head, tree"])
-def test_a_generation_ends_where_its_text_contains_a_stop_string(target, make_head, texts, drafter) -> None:
+@pytest.mark.parametrize("name", [slow("oracle"), slow("truth hidden in a tree"), "plain", "half right head, tree"])
+def test_a_generation_ends_where_its_text_contains_a_stop_string(target, make_head, texts, name) -> None:
     """Also in the middle of an accepted path; the logprobs end there too."""
     ends = set()
     for sampling, text in texts.items():
         stops = [StopStrings(strings, detokenize) for strings in stops_of(text)]
         requests = [Request(PROMPT, NEW_TOKENS, sampling, stop, logprobs=True) for stop in stops]
-        results = generate_batch(target, requests, made(drafter, target, text, make_head))
+        drafter = None if name == "plain" else DRAFTERS[name](Texts(target, [PROMPT + text], make_head))
+        results = generate_batch(target, requests, drafter)
         for strings, result in zip(stops_of(text), results, strict=True):
             wanted = first_end(text, strings)
             assert result.tokens == text[:wanted]
@@ -141,18 +136,15 @@ def test_stop_string_end_token_or_length_ends_a_text_whichever_comes_first(targe
     place = next(i for i in fresh if first_end(text, (detokenize(text[i : i + 1]),)) == i + 1)
     string = detokenize(text[place : place + 1])
 
-    def decode(count: int, strings: tuple[str, ...]) -> Generation:
-        request = Request(PROMPT, count, stop=StopStrings(strings, detokenize))
-        return generate_batch(target, [request], Oracle(PROMPT + text, ahead=30))[0]
+    def written(count: int, stop: str) -> tuple[list[int], str]:
+        request = Request(PROMPT, count, stop=StopStrings((stop,), detokenize))
+        found = generate_batch(target, [request], Oracle(PROMPT + text, ahead=30))[0]
+        return found.tokens, found.finish
 
     monkeypatch.setattr(target, "end_tokens", [text[place + 1]])
-    found = decode(NEW_TOKENS, (string,))
-    assert (found.tokens, found.finish) == (text[: place + 1], "stop")
-    found = decode(NEW_TOKENS, ("nowhere",))
-    assert (found.tokens, found.finish) == (text[: place + 2], "end")
-    found = decode(place, (string,))
-    assert (found.tokens, found.finish) == (text[:place], "length")
+    assert written(NEW_TOKENS, string) == (text[: place + 1], "stop")
+    assert written(NEW_TOKENS, "nowhere") == (text[: place + 2], "end")
+    assert written(place, string) == (text[:place], "length")
     monkeypatch.setattr(target, "end_tokens", [text[place - 1]])
     if text[place - 1] not in text[: place - 1]:
-        found = decode(NEW_TOKENS, (string,))
-        assert (found.tokens, found.finish) == (text[:place], "end")
+        assert written(NEW_TOKENS, string) == (text[:place], "end")

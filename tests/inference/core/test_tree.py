@@ -6,17 +6,13 @@ from typing import Any
 import pytest
 import torch
 from jaxtyping import TypeCheckError
-from scripted import batch_trees
+from scripted import batch_trees, random_parents
 from torch import Tensor
 
 from headstart.inference.core.cache import Slots
 from headstart.inference.core.tree import PendingTokens, Tree, ancestor_mask, block_mask, squared_mask
 from headstart.inference.core.verify import accept, follow
 from headstart.inference.drafters.growth import Fixed, Pool
-
-
-def random_parents(nodes: int) -> list[int]:
-    return [-1] + [int(torch.randint(node, ())) for node in range(1, nodes)]
 
 
 def naive_mask(parents: list[int]) -> Tensor:

@@ -100,7 +100,7 @@ def test_no_request_measures_and_every_request_is_observed(folder, fresh, make_h
 
 
 def test_costs_and_observed_steps_are_read_from_disk_and_not_measured_again(
-    folder: Path, anew: Callable[..., CostTable], make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch
+    folder, anew, make_head, monkeypatch
 ) -> None:
     table = anew()
     surface, before = table.surface, table.now(AT).target

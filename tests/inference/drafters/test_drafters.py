@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from scripted import PENALTIES, SetCosts, noisy_copy, paths
-from shared_fixtures import HeadFactory
 from tiny_run import build_tokenizer
 
 from headstart.inference.core.cache import KVCache
@@ -226,24 +225,19 @@ def test_what_was_right_is_counted_as_far_as_the_text_tells() -> None:
     assert row.right[3] == pytest.approx(PRIOR_TOKENS * REPEAT_RATES[3] + 2)
 
 
-def test_a_loop_is_written_in_long_steps_from_the_first_repeat_on(target: TargetModel, make_head: HeadFactory) -> None:
-    wanted = generate(target, [5, 6, 7, 11], 40, LOOP).tokens
-    alone = generate(target, [5, 6, 7, 11], 40, LOOP, HeadDrafter(make_head(), Dynamic(3, 3, 8)))
-    found = generate(target, [5, 6, 7, 11], 40, LOOP, HeadDrafter(make_head(), Dynamic(3, 3, 8), Repeats(8)))
-    assert found.tokens == alone.tokens == wanted == [9] * 40
-    assert found.stats.steps <= alone.stats.steps / 2
-
-
-def test_rows_that_repeat_and_rows_that_do_not_share_a_batch(target: TargetModel, make_head: HeadFactory) -> None:
+def test_a_loop_is_written_in_long_steps_from_the_first_repeat_on_alone_and_beside_others(target, make_head) -> None:
     requests = [
-        Request([5, 6, 7, 11], 20, LOOP),
+        Request([5, 6, 7, 11], 40, LOOP),
         Request([*PHRASE, 1, *PHRASE[:4]], 16),
         Request([3, 4] * 9, 14, Sampling(1.0, seed=4)),
         Request([8, 2], 20, Sampling(0.7, seed=5, logit_bias=((9, 9.0),))),
     ]
     plain = [generate_batch(target, [each])[0].tokens for each in requests]
-    found = generate_batch(target, requests, HeadDrafter(make_head(), Dynamic(3, 3, 8), Repeats(8)), max_batch=3)
-    assert [each.tokens for each in found] == plain
+    drafters = [HeadDrafter(make_head(), Dynamic(3, 3, 8), repeats) for repeats in (None, Repeats(8))]
+    without, alone = (generate_batch(target, requests[:1], drafter)[0] for drafter in drafters)
+    assert alone.tokens == without.tokens == plain[0] == [9] * 40
+    assert alone.stats.steps <= without.stats.steps / 2
+    assert [each.tokens for each in generate_batch(target, requests, drafters[1], max_batch=3)] == plain
 
 
 def test_what_the_target_chose_after_a_token_is_drafted_after_it_again() -> None:

@@ -139,10 +139,9 @@ def test_prefill_reads_all_of_a_prompt_but_its_last_position(target: TargetModel
 def test_a_tree_wider_than_the_heads_vocabulary_is_refused(make_head: HeadFactory) -> None:
     head = make_head(vocab=DraftVocab.most_frequent(torch.arange(97), 6))
     assert HeadDrafter(head, Dynamic(3, 6, 8)).max_nodes == 18
-    with pytest.raises(ValueError, match=r"decode\.width: 7 given, 1 to the head's 6 is allowed; lower it"):
-        HeadDrafter(head, Dynamic(3, 7, 8))
-    with pytest.raises(ValueError, match=r"decode\.width: 7 given, 1 to the head's 6 is allowed; lower it"):
-        HeadDrafter(head, Fixed(tuple((number,) for number in range(7))))
+    for growth in (Dynamic(3, 7, 8), Fixed(tuple((number,) for number in range(7)))):
+        with pytest.raises(ValueError, match=r"decode\.width: 7 given, 1 to the head's 6 is allowed; lower it"):
+            HeadDrafter(head, growth)
 
 
 def test_a_block_head_turns_by_the_yarn_of_its_target() -> None:

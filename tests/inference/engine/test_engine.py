@@ -8,7 +8,7 @@ import pytest
 from families import FAMILIES
 from matrix import slow_unless
 from scripted import REQUESTS, HalfRightHead, LoadCosts, NoThirds, Texts, answered, finish, new_tokens
-from shared_fixtures import HeadFactory, ModelFactory
+from shared_fixtures import ModelFactory
 from sound_loop import assert_drafter_has_read
 from torch import Tensor
 
@@ -77,8 +77,6 @@ def test_a_forgotten_output_is_dropped_and_a_run_that_is_closed_early_cancels_th
     assert not loop.batch.is_open
 
 
-# Prompts that are read in pieces.
-
 LONG = [7 + (5 * i + i * i) % 71 for i in range(100)]
 
 
@@ -89,12 +87,6 @@ def make_paced(target: TargetModel, drafter: Drafter | None, piece: int, static:
     return loop
 
 
-def drafter_of(kind: str, target: TargetModel, make_head: HeadFactory, make_model: ModelFactory) -> Drafter:
-    if kind == "draft model":
-        return ModelDrafter(TargetModel(make_model(seed=3), ()), Dynamic(3, 2, 6), target)
-    return head_drafter(make_head(kind), Dynamic(3, 3, 8))
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["eagle3", "block", "draft model"])
 @pytest.mark.parametrize("piece", slow_unless((7, 64), (1, 7, 64)))
@@ -103,7 +95,10 @@ def test_a_prompt_in_pieces_is_continued_as_one_read_whole(target, make_head, ma
     """The same trees are drafted too: a head read each piece with the token after it, which the prompt holds, and a
     draft model reads each piece as the target does."""
     requests = [Request(LONG[:70], 9), Request([3], 30, Sampling(1.0, seed=1)), Request(LONG[:20], 5, Sampling(0.8))]
-    drafter = drafter_of(kind, target, make_head, make_model)
+    if kind == "draft model":
+        drafter: Drafter = ModelDrafter(TargetModel(make_model(seed=3), ()), Dynamic(3, 2, 6), target)
+    else:
+        drafter = head_drafter(make_head(kind), Dynamic(3, 3, 8))
     alone = [generate(target, r.prompt, r.max_new_tokens, r.sampling, drafter) for r in requests]
     loop = make_paced(target, drafter, piece, static)
     order = 1, 2, 0  # the short prompt first, so that its row runs while the others are read
@@ -139,12 +134,13 @@ def test_every_family_reads_prompts_in_pieces_and_after_known_prefixes(family: s
 
 
 def test_a_model_that_changes_the_mask_reads_prompts_apart(make_model: ModelFactory, target: TargetModel) -> None:
+    def with_plain_mask(module: Any, args: Any, kwargs: Any) -> Any:
+        mask = kwargs["attention_mask"]
+        return args, {**kwargs, "attention_mask": None if mask is None else mask.as_subclass(Tensor) + 0.0}
+
     model = make_model()
     for layer in model.model.layers:
-        layer.self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs: (args, {**kwargs, "attention_mask": without_subclass(kwargs)}),
-            with_kwargs=True,
-        )
+        layer.self_attn.register_forward_pre_hook(with_plain_mask, with_kwargs=True)
     changed = TargetModel(model, ())
     assert target.passes.allows_side_by_side
     assert not changed.passes.allows_side_by_side
@@ -155,11 +151,6 @@ def test_a_model_that_changes_the_mask_reads_prompts_apart(make_model: ModelFact
         loop.step()
     finish(loop)
     assert loop.generations[1].tokens == generate(target, LONG, 5).tokens
-
-
-def without_subclass(kwargs: dict[str, Any]) -> Tensor | None:
-    mask = kwargs["attention_mask"]
-    return None if mask is None else mask.as_subclass(Tensor) + 0.0
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -245,9 +236,6 @@ def test_an_error_in_the_work_for_one_row_ends_that_row_alone(target, texts, wha
         generate_batch(target, [replace(REQUESTS[2], **FAILING[what])], drafter)
 
 
-# A fixed budget of memory.
-
-
 def test_a_request_waits_until_its_longest_text_fits_in_the_memory(target: TargetModel) -> None:
     """A token is 256 bytes, and pages hold 128 tokens each, so that a text of 7 tokens may touch two of them."""
     loop = DecodeLoop(target, max_batch=4, memory=2 * 2 * 128 * 256)
@@ -294,9 +282,6 @@ def test_the_cache_usage_tells_what_running_texts_reserve(target: TargetModel, m
     assert usages[2] == pytest.approx(2 * usages[1])
     finish(loop)
     assert loop.batch.cache_usage == 0
-
-
-# Everything at once.
 
 
 def random_request(rng: random.Random) -> Request:

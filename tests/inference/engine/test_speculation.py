@@ -20,13 +20,9 @@ from headstart.inference.core.verify import Accepted, Verified, VerifiedOnHost
 from headstart.inference.drafters.costs import CostSurface, CostTable, Drafted, Situation
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.engine import speculation
 from headstart.inference.engine.loop import DecodeLoop, generate
-from headstart.inference.engine.speculation import (
-    DRAFT_RETRY_STEPS_MAX,
-    DRAFT_RETRY_STEPS_MIN,
-    PATIENCE,
-    SpeculationByLoad,
-)
+from headstart.inference.engine.speculation import DRAFT_RETRY_STEPS_MAX, DRAFT_RETRY_STEPS_MIN, SpeculationByLoad
 from headstart.inference.targets.model import TargetModel
 
 GROWTH = Dynamic(3, 2, 6)
@@ -58,18 +54,6 @@ class Watched(HeadDrafter):
         return tree
 
 
-def loop_of_given_acceptance(
-    target: TargetModel, drafter: HeadDrafter, monkeypatch: pytest.MonkeyPatch, static: bool = False
-) -> DecodeLoop:
-    """A loop that takes steps with drafts to give two tokens, as the laws here are about the switch."""
-    monkeypatch.setattr(SpeculationByLoad, "observe", lambda self, *seen: setattr(self, "steps", 1.0))
-    loop = DecodeLoop(target, drafter, 3, static, speculation=SpeculationByLoad(LoadCosts()))
-    speculation = loop.decode_step.speculation
-    assert speculation is not None
-    speculation.tokens, speculation.nodes, speculation.levels = 2.0, 6.0, 3.0
-    return loop
-
-
 @pytest.mark.parametrize("static", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_drafts_stop_when_rows_come_and_resume_when_they_go(target, make_head, monkeypatch, static) -> None:
     """While they are off the head does nothing at all. Then it reads what it missed, in pieces, and drafts what it
@@ -78,7 +62,11 @@ def test_drafts_stop_when_rows_come_and_resume_when_they_go(target, make_head, m
     monkeypatch.setattr("headstart.inference.engine.step.CATCH_UP_POSITIONS", 6)
     always, by_load = Watched(make_head(), GROWTH), Watched(make_head(), GROWTH)
     alone = generate(target, LONG.prompt, LONG.max_new_tokens, drafter=always)
-    loop = loop_of_given_acceptance(target, by_load, monkeypatch, static)
+    loop = DecodeLoop(target, by_load, 3, static, speculation=SpeculationByLoad(LoadCosts()))
+    # It takes steps with drafts to give two tokens, as this law is about the switch.
+    monkeypatch.setattr(SpeculationByLoad, "observe", lambda self, *seen: setattr(self, "steps", 1.0))
+    switch: Any = loop.decode_step.speculation
+    switch.tokens, switch.nodes, switch.levels = 2.0, 6.0, 3.0
     loop.submit(LONG)
     for _ in range(10):
         loop.step()
@@ -91,7 +79,6 @@ def test_drafts_stop_when_rows_come_and_resume_when_they_go(target, make_head, m
     for _ in range(4):
         loop.step()
     assert by_load.rows == []  # with three rows a step costs 30 plain ones, so that not one more is tried
-    by_load.rows.clear()
     by_load.missed.clear()
     while len(loop.batch.rows) == 3:
         loop.step()
@@ -186,7 +173,7 @@ def test_the_switch_neither_flickers_nor_sticks() -> None:
     for _ in range(300):
         by_load.observe(accepted(1), TREE.shape[1], levels=3)
     assert by_load.gain(at) == pytest.approx(1 / 1.51, rel=0.01)
-    for _ in range(math.ceil(PATIENCE / 0.51)):
+    for _ in range(math.ceil(speculation.PATIENCE / 0.51)):
         assert by_load.is_on
         by_load.pays(at)
     assert not by_load.is_on

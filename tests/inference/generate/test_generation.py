@@ -50,10 +50,6 @@ def written_by(model: Any, **fields: Any) -> Any:
     return model.generate(**fields)
 
 
-def output_of(model: Any, **fields: Any) -> Any:
-    return model.generate(**fields, return_dict_in_generate=True)
-
-
 @pytest.fixture(scope="module")
 def theirs(make_model: ModelFactory) -> Any:
     return make_model()
@@ -249,8 +245,9 @@ def test_sampled_text_depends_only_on_prompt_and_seed(target: TargetModel, model
 
 def test_the_detailed_output_agrees_with_transformers(model: SpeculativeModel, theirs: Any, ends: list[int]) -> None:
     fields = {"max_new_tokens": NEW, "eos_token_id": ends, "pad_token_id": PAD}
-    wanted = theirs.generate(**BATCH, **fields, output_logits=True, return_dict_in_generate=True)
-    found = output_of(model, **BATCH, **fields, output_logits=True)
+    details = {"output_logits": True, "return_dict_in_generate": True}
+    wanted = theirs.generate(**BATCH, **fields, **details)
+    found = written_by(model, **BATCH, **fields, **details)
     assert torch.equal(found.sequences, wanted.sequences)
     width, logprobs = len(PROMPTS[2]), torch.stack(wanted.logits, dim=1).log_softmax(-1)  # [batch, new, vocab]
     chosen = logprobs.gather(2, wanted.sequences[:, width:, None]).squeeze(2)
@@ -265,7 +262,7 @@ def test_the_detailed_output_agrees_with_transformers(model: SpeculativeModel, t
         assert generation.finish == ("end" if generation.tokens[-1] in ends else "length")
     assert found.stats.steps == sum(generation.stats.steps for generation in found.generations)
     assert 0 < max(generation.stats.seconds for generation in found.generations) <= found.stats.seconds
-    assert output_of(model, **BATCH, **fields).logprobs is None
+    assert written_by(model, **BATCH, **fields, return_dict_in_generate=True).logprobs is None
 
 
 class Recorder:

@@ -2,9 +2,7 @@
 to do; and of the others: what a target sees of them."""
 
 import base64
-import http.server
 import struct
-import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from completion_server import Server, serving
 from PIL import Image
 from seeing_target import COLOURS, data_url, file_bytes, picture
 
@@ -151,27 +150,20 @@ def test_content_without_pictures_becomes_one_text_all_kinds_of_pixels_rgb_and_t
     assert read_one(image_url(data_url(file))).size == (8, 4)
 
 
+class Site(Server):
+    def do_GET(self) -> None:
+        self.send_response(302 if self.path == "/moved" else 404 if self.path == "/lost" else 200)
+        self.send_header("Location", "/red.png")
+        self.end_headers()
+        with suppress(OSError):  # the reader is gone
+            for _ in range(30 if self.path == "/large" else 1):
+                self.wfile.write(PNG if self.path == "/red.png" else bytes(2**20))
+
+
 @pytest.fixture
 def website() -> Iterator[str]:
-    class Site(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(302 if self.path == "/moved" else 404 if self.path == "/lost" else 200)
-            self.send_header("Location", "/red.png")
-            self.end_headers()
-            with suppress(OSError):  # the reader is gone
-                for _ in range(30 if self.path == "/large" else 1):
-                    self.wfile.write(PNG if self.path == "/red.png" else bytes(2**20))
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(Site) as (url, _):
+        yield url
 
 
 def test_addresses_are_fetched_from_allowed_hosts_alone(website: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import torch
 import transformers
 from matrix import slow
 from PIL import Image
-from seeing_target import END, MARKS, PLACE, START, TEMPLATE, TEXT, build_seeing_target, picture
+from seeing_target import END, MARKS, PLACE, START, TEMPLATE, TEXT, picture, text
 from tiny_run import END_OF_TEXT, build_target, build_tokenizer
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
@@ -32,13 +32,8 @@ NEW = 8
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_seeing_target(tmp_path_factory.mktemp("seeing"))
-
-
-@pytest.fixture(scope="module")
-def section(folder: Path) -> TargetSection:
-    return TargetSection(path=str(folder), dtype="float32", device="cpu", chat_template_kwargs={"mood": "!"})
+def section(seeing_folder: Path) -> TargetSection:
+    return TargetSection(path=str(seeing_folder), dtype="float32", device="cpu", chat_template_kwargs={"mood": "!"})
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +49,8 @@ def prompts(section: TargetSection, target: TargetModel) -> ImagePrompts:
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> Any:
-    return AutoModelForImageTextToText.from_pretrained(folder).eval()
-
-
-def text(words: str) -> dict[str, str]:
-    return {"type": "text", "text": words}
+def model(seeing_folder: Path) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(seeing_folder).eval()
 
 
 def image(colour: str, **place: int) -> dict[str, Any]:
@@ -161,13 +152,13 @@ def test_words_are_not_read_as_the_place_of_a_picture_and_pictures_and_places_mu
         prompts.encode_text(PLACE, [Image.new("RGB", (3000, 4))])
 
 
-def test_the_processors_template_is_used_where_the_tokenizers_leaves_pictures_or_words_out(folder: Path) -> None:
-    processor, template = load_processor(folder), ChatTemplate(load_processor(folder).tokenizer)
+def test_the_processors_template_is_used_where_the_tokenizers_leaves_pictures_or_words_out(seeing_folder: Path) -> None:
+    processor, template = load_processor(seeing_folder), ChatTemplate(load_processor(seeing_folder).tokenizer)
     template.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     given = read_pictures([{"role": "user", "content": [image("red"), text("x")]}], Sources())
     assert ImagePrompts(template, processor).encode(*given).inputs["pixel_values"].shape == (16, 96)
     assert template.render([{"role": "user", "content": "x"}]) == "x"
-    bare = ChatTemplate(load_processor(folder).tokenizer)
+    bare = ChatTemplate(load_processor(seeing_folder).tokenizer)
     bare.tokenizer.chat_template = None
     assert ImagePrompts(bare, processor).template is bare
     assert bare.render([{"role": "user", "content": "x"}]) == "[user]x[assistant]"
@@ -175,24 +166,23 @@ def test_the_processors_template_is_used_where_the_tokenizers_leaves_pictures_or
     with pytest.raises(ValueError, match=rf"writes no {PLACE.replace('|', '.')} for a picture"):
         ImagePrompts(template, processor)
     # LLaVA's, Idefics's and SmolVLM's templates left out messages whose content is a text.
-    template = ChatTemplate(load_processor(folder).tokenizer)
+    template = ChatTemplate(load_processor(seeing_folder).tokenizer)
     template.tokenizer.chat_template = TEMPLATE.replace("m.content is string", "false")
     turns: Any = [{"role": "system", "content": "be brief"}]
     turns += [{"role": "user", "content": [{"type": "image"}, text("x")]}]
     assert template.render(turns) == f"[system]be brief[user]{START}{PLACE}{END}x[assistant]"
 
 
-def test_why_a_target_reads_no_images(folder, target, tmp_path, monkeypatch) -> None:
+def test_why_a_target_reads_no_images(seeing_folder, target, tmp_path, monkeypatch) -> None:
     blind = TargetSection(path=str(build_target(tmp_path / "blind")), dtype="float32", device="cpu")
     assert image_prompts(blind, ChatTemplate.of(blind), TargetModel.load(blind, ())) == "the target has no image tower"
     assert "blind: no processor reads pictures (its Tok" in str(image_prompts(blind, ChatTemplate.of(blind), target))
     with pytest.raises(ValueError, match=r"lost: no processor reads pictures .* are needed: "):
         load_processor(tmp_path / "lost")
-    wrong = TargetModel.load(TargetSection(path=str(folder), dtype="float32", device="cpu"), ())
+    section = TargetSection(path=str(seeing_folder), dtype="float32", device="cpu")
+    wrong = TargetModel.load(section, ())
     monkeypatch.setattr("headstart.inference.targets.model.difference_with_images", lambda *_: "whose passes differ")
-    section = TargetSection(path=str(folder), dtype="float32", device="cpu")
-    said = image_prompts(section, ChatTemplate.of(section), wrong)
-    assert "whose passes differ" in str(said)
+    assert "whose passes differ" in str(image_prompts(section, ChatTemplate.of(section), wrong))
 
 
 LANGUAGE = {name: value for name, value in TEXT.items() if name != "rope_parameters"}

@@ -212,10 +212,10 @@ def test_siblings_of_which_each_has_another_16_bit_format_are_packed_one_by_one(
     model, inputs = Projections(torch.float32), torch.randn(1, 48)
     for name, number in (("q_proj", 2.0**120), ("k_proj", 1 + 2**-10)):
         model.get_parameter(f"{name}.weight").data[0, 0] = number
-    wanted = [layer(inputs) for layer in model.layers().values()]
+    wanted = [layer(inputs) for layer in model.children()]
     assert pack_weights(model, exact=True)
-    assert {type(layer) for layer in model.layers().values()} == {PackedLinear}
-    assert_close([layer(inputs) for layer in model.layers().values()], wanted, rtol=1e-4, atol=1e-4)
+    assert {type(layer) for layer in model.children()} == {PackedLinear}
+    assert_close([layer(inputs) for layer in model.children()], wanted, rtol=1e-4, atol=1e-4)
 
 
 class Projections(nn.Module):
@@ -226,18 +226,15 @@ class Projections(nn.Module):
         for name, size in (("q_proj", 96), ("k_proj", 32), ("v_proj", 32), ("o_proj", 48)):
             self.add_module(name, nn.Linear(48, size, bias=name != "o_proj").bfloat16().to(dtype))
 
-    def layers(self) -> dict[str, nn.Module]:
-        return dict(self.named_children())
-
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.inference_mode()
 def test_layers_that_read_the_same_input_are_computed_once_and_give_what_they_gave_alone(dtype: Dtype) -> None:
     model = Projections(getattr(torch, dtype))
     inputs, others = (torch.randn(rows, 3, 48).to(getattr(torch, dtype)) for rows in (2, 1))
-    alone = {name: packed(layer) for name, layer in model.layers().items()}
+    alone = {name: packed(layer) for name, layer in model.named_children()}
     assert pack_weights(model, exact=True)
-    layers = model.layers()
+    layers = dict(model.named_children())
     assert [type(layer) is JointLinear for layer in layers.values()] == [True, True, True, False]
     assert len({layers[name].product for name in ("q_proj", "k_proj", "v_proj")}) == 1
     # In any order, for one of them alone, twice for the same input, and after another input.
@@ -319,7 +316,7 @@ class ReadsWeight(nn.Module):
         return self.called(inputs) @ self.read.weight.T
 
 
-@pytest.mark.skipif(products.library() is None, reason="no C++ compiler")
+@needs_kernel
 def test_a_packed_mamba_had_no_weight_where_its_own_code_reads_one() -> None:
     module, inputs = ReadsWeight().requires_grad_(False), torch.randn(3, 8)
     wanted = module(inputs)

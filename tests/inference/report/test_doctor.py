@@ -13,7 +13,6 @@ import torch
 from exported import edit_config, edit_tensors, exported, read_config, read_tensors
 from matrix import slow, slow_unless
 from safetensors.torch import save_file
-from shared_fixtures import HeadFactory
 from torch import Tensor
 
 from headstart.inference.doctor import command as doctor
@@ -84,10 +83,6 @@ def test_a_good_head_and_its_export_have_no_findings(copied, monkeypatch, capsys
     assert "nothing found" in capsys.readouterr().out
 
 
-def rope(base: float) -> Config:
-    return {"rope_theta": base, "rope_parameters": {"rope_theta": base, "rope_type": "default"}}
-
-
 def name_taps(config: Config, tensors: Tensors) -> None:
     config["headstart"].pop("taps")
     config["eagle_aux_hidden_state_layer_ids"] = [3, 9, 14]
@@ -113,11 +108,12 @@ def set_keys(**keys: Any) -> Plant:
     return lambda config, tensors: config.update(keys)
 
 
+ROPE = {"rope_theta": 50.0, "rope_parameters": {"rope_theta": 50.0, "rope_type": "default"}}
 # The category of the finding, none if lint alone names it; what is changed in the export; where lint finds it.
 FAULTS: dict[str, tuple[str | None, Plant, str | None]] = {
     "taps off by one": ("taps", name_taps, None),
     "d2t of ids": ("vocabulary map", write_ids, "tensor d2t"),
-    "another rope": ("RoPE base", set_keys(**rope(50.0)), None),
+    "another rope": ("RoPE base", set_keys(**ROPE), None),
     "flag dropped": ("norm", set_keys(norm_output=False), None),
     "norm missing": (None, lambda config, tensors: tensors.pop("fc_norm.1.weight"), "tensor fc_norm.1.weight"),
     "rounded weights": ("dtype", round_coarsely, None),
@@ -152,9 +148,7 @@ def test_a_chat_template_that_changed_since_the_harvest_is_named(tmp_path: Path)
 @pytest.mark.parametrize(
     ("kind", "layout"), [("eagle3", "speculators"), slow(("eagle1", "vllm")), slow(("medusa", "vllm"))]
 )
-def test_exports_of_every_layout_have_no_findings_and_equal_accuracy(
-    make_head: HeadFactory, target_folder: Path, tmp_path: Path, kind: str, layout: str
-) -> None:
+def test_exports_in_each_layout_draft_alike_without_findings(make_head, target_folder, tmp_path, kind, layout) -> None:
     shape = {"taps": (2, 3, 4)} if kind == "eagle3" else {}
     export = exported(make_head(kind, **shape), tmp_path, target_folder, layout)
     samples = tmp_path / "samples.jsonl"

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,8 +29,8 @@ def chat_prompt(server: Running) -> list[int]:
     return tokens_of(server, f"[user]{MESSAGES[0]['content']}[assistant]", special=False)
 
 
-def chat(client: OpenAI, **fields: Any) -> Any:
-    return client.chat.completions.create(model=NAME, messages=MESSAGES, **fields)
+def chat(client: OpenAI, messages: Any = MESSAGES, **fields: Any) -> Any:
+    return client.chat.completions.create(model=NAME, messages=messages, **fields)
 
 
 def complete(client: OpenAI, **fields: Any) -> Any:
@@ -147,8 +148,6 @@ def test_end_tokens_stop_ids_and_ignore_eos(server: Running, client: OpenAI) -> 
 
 FIELDS = {"a": {"enum": ["x", "yy"]}, "n": {"type": "boolean"}}
 SCHEMA = {"type": "object", "properties": FIELDS, "required": ["a", "n"], "additionalProperties": False}
-
-
 VALID = r'\{\s*"a"\s*:\s*"(x|yy)"\s*,\s*"n"\s*:\s*(true|false)\s*\}'
 WANTED = [({"regex": "a{3}b?"}, r"aaab?"), ({"choice": ["yes", "no."]}, r"yes|no\."), ({"json": SCHEMA}, VALID)]
 
@@ -305,11 +304,7 @@ def test_our_own_server_writes_the_responses_of_a_harvest(server: Running) -> No
     assert [answers[number].choice["token_ids"] for number in range(2)] == alone
 
 
-def look(client: OpenAI, **fields: Any) -> Any:
-    messages: Any = [{"role": "user", "content": "look"}]
-    return client.chat.completions.create(model=NAME, messages=messages, **fields)
-
-
+look = partial(chat, messages=[{"role": "user", "content": "look"}])
 CALL = '<tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 

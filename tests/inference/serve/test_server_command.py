@@ -175,11 +175,6 @@ def server(served: Served) -> Iterator[Running]:
         yield found
 
 
-@pytest.fixture(scope="module")
-def client(server: Running) -> httpx.Client:
-    return server.http
-
-
 OWN = {"Host": ["LOCALHOST", "chat.localhost", "[::1]:9", "127.8.8.8", "box.example:80"]}
 OWN["Origin"] = ["http://localhost:3000", "https://box.example"]
 OTHERS = {"Host": ["localhost.evil.example", "10.0.0.1", "[::1"], "Origin": ["https://evil.example", "null"]}
@@ -189,9 +184,9 @@ HEADERS += [({name: value}, 403) for name, values in OTHERS.items() for value in
 
 
 @pytest.mark.parametrize(("headers", "status"), HEADERS)
-def test_pages_of_other_sites_reached_the_server_by_dns_rebinding(client, headers, status) -> None:
+def test_pages_of_other_sites_reached_the_server_by_dns_rebinding(server, headers, status) -> None:
     for path in ("/", "/v1/models", "/metrics"):
-        found = client.get(path, headers=headers)
+        found = server.http.get(path, headers=headers)
         assert found.status_code == status, found.text
         assert status == 200 or "--allowed-host" in found.json()["error"]["message"]
 
@@ -203,13 +198,13 @@ def test_a_server_for_other_machines_answers_to_any_name_unless_names_are_given(
     assert [named.is_own(name) for name in ("a.example", "box.example", "127.0.0.1")] == [True, False, True]
 
 
-def test_head_is_get_without_a_body_and_a_wrong_method_is_told_the_right_one(client: httpx.Client) -> None:
+def test_head_is_get_without_a_body_and_a_wrong_method_is_told_the_right_one(server: Running) -> None:
     for path in ("/", "/style.css", f"/v1/models/{NAME}", "/health", "/metrics"):
-        answer, full = client.head(path), client.get(path)
+        answer, full = server.http.head(path), server.http.get(path)
         assert (answer.status_code, answer.content) == (200, b"")
         assert answer.headers.get("content-type") == full.headers.get("content-type")
     for method, path, allowed in (("HEAD", "/v1/completions", {"POST"}), ("PUT", "/", {"GET", "HEAD"})):
-        answer = client.request(method, path)
+        answer = server.http.request(method, path)
         assert answer.status_code == 405
         assert {*answer.headers["allow"].split(", ")} == allowed
 

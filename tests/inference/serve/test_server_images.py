@@ -1,9 +1,7 @@
 """Laws of requests with pictures: their texts are those of transformers, and nothing is read that was not allowed."""
 
-import http.server
 import re
 import shutil
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from completion_server import Server, serving
 from openai import OpenAI
-from seeing_target import PLACE, build_seeing_target, data_url, file_bytes, picture
+from seeing_target import PLACE, data_url, file_bytes, picture, text
 from server_run import NAME, Running, running, without
 from test_server_refused import assert_refused
 from transformers import AutoModelForImageTextToText
@@ -36,13 +35,8 @@ Part = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_seeing_target(tmp_path_factory.mktemp("seeing"))
-
-
-@pytest.fixture(scope="module")
-def seeing(folder: Path) -> Served:
-    section = TargetSection(path=str(folder), dtype="float32", device="cpu")
+def seeing(seeing_folder: Path) -> Served:
+    section = TargetSection(path=str(seeing_folder), dtype="float32", device="cpu")
     target, template = TargetModel.load(section, ()), ChatTemplate.of(section)
     return Served(
         target=target,
@@ -63,9 +57,9 @@ def server(seeing: Served) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def written(folder: Path, seeing: Served) -> Any:
+def written(seeing_folder: Path, seeing: Served) -> Any:
     """What transformers writes after messages: its text, and the numbers of tokens."""
-    model: Any = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    model: Any = AutoModelForImageTextToText.from_pretrained(seeing_folder).eval()
     assert isinstance(seeing.images, ImagePrompts)
     processor: Any = seeing.images.processor
 
@@ -77,10 +71,6 @@ def written(folder: Path, seeing: Served) -> Any:
         return visible_text_of(seeing.tokenizer, without(new, seeing.target.end_tokens)), count, len(new)
 
     return write
-
-
-def text(words: str) -> Part:
-    return {"type": "text", "text": words}
 
 
 def shown(colour: str, form: str = "PNG", **place: int) -> Part:
@@ -162,30 +152,22 @@ def test_what_a_server_does_not_read_is_refused_by_name(server: Running, tmp_pat
 
 
 def test_pictures_are_fetched_only_from_hosts_that_were_allowed(seeing: Served, written: Any) -> None:
-    class Site(http.server.BaseHTTPRequestHandler):
+    class Site(Server):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
             self.wfile.write(file_bytes(picture("blue")))
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    site = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site)
-    threading.Thread(target=site.serve_forever, daemon=True).start()
-    port = site.server_address[1]
     settings = ServerSettings((NAME,), max_batch=4, image_hosts=frozenset({"127.0.0.1"}))
-    with running(seeing, settings) as started:
+    with serving(Site) as (site, _), running(seeing, settings) as started:
 
         def of(host: str) -> Any:
-            link = {"type": "image_url", "image_url": {"url": f"http://{host}:{port}/blue.png"}}
+            link = {"type": "image_url", "image_url": {"url": f"{site.replace('127.0.0.1', host)}/blue.png"}}
             return ask(started, [{"role": "user", "content": [link]}])
 
         wanted = written([{"role": "user", "content": [shown("blue")]}])[0]
         assert of("127.0.0.1").json()["choices"][0]["message"]["content"] == wanted
         assert_refused(of("localhost"), 400, "an address at 127.0.0.1")
-    site.shutdown()
-    site.server_close()
 
 
 def test_a_target_whose_images_are_refused_still_writes_text(seeing: Served, written: Any) -> None:
@@ -196,8 +178,8 @@ def test_a_target_whose_images_are_refused_still_writes_text(seeing: Served, wri
         assert ask(started, CONVERSATIONS[0]).json()["choices"][0]["message"]["content"] == written(CONVERSATIONS[0])[0]
 
 
-def test_the_start_says_whether_images_are_read(folder, tmp_path, capsys) -> None:
-    shutil.copytree(folder, tmp_path / "target")
+def test_the_start_says_whether_images_are_read(seeing_folder, tmp_path, capsys) -> None:
+    shutil.copytree(seeing_folder, tmp_path / "target")
     for said in ("images are read", "images are refused: .*target: no processor reads pictures"):
         options = serve_options(None, ["--target", str(tmp_path / "target"), "--dtype", "float32", "--always-draft"])
         served = load(options, ThreadPoolExecutor(1))

@@ -15,11 +15,6 @@ HELLO = [{"role": "user", "content": "hello"}]
 JSON = {"Content-Type": "application/json"}
 
 
-@pytest.fixture(scope="module")
-def client(server: Running) -> httpx.Client:
-    return server.http
-
-
 def schema(value: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": value}}}
 
@@ -96,11 +91,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
 
 
 @pytest.mark.parametrize("path", REFUSED)
-def test_a_wrong_field_is_refused_by_name(client: httpx.Client, path: str) -> None:
+def test_a_wrong_field_is_refused_by_name(server: Running, path: str) -> None:
     prompt: dict[str, Any] = {"messages": HELLO} if path == CHAT else {"prompt": "a"}
     for fields, beginning, allowed in REFUSED[path]:
         body = json.dumps({**prompt, **fields})  # in ASCII, as other clients write halves of surrogate pairs
-        answer = client.post(path, content=body, headers=JSON)
+        answer = server.http.post(path, content=body, headers=JSON)
         message = assert_refused(answer, 400, allowed)
         assert message.startswith(beginning), message
         assert re.search(r"\b(allowed|needed|required)\b.*[;:] \w", message), message
@@ -128,7 +123,8 @@ BODIES = [
 ]
 
 
-def test_bodies_of_other_kinds_sizes_and_paths_are_refused_and_halves_of_surrogate_pairs_replaced(client) -> None:
+def test_bodies_of_other_kinds_sizes_and_paths_are_refused_and_halves_of_surrogate_pairs_replaced(server) -> None:
+    client = server.http
     for body, fact in BODIES:
         assert_refused(client.post(COMPLETION, content=body, headers=JSON), 400, fact, "allowed; correct it")
     assert_refused(client.post(COMPLETION, data={"prompt": "a"}), 415, "application/json")
@@ -177,19 +173,19 @@ def with_half(value: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("number", slow_unless((0, 3), range(len(TEXTS))))
-def test_halves_of_surrogate_pairs_are_answered_wherever_they_stand(client: httpx.Client, number: int) -> None:
+def test_halves_of_surrogate_pairs_are_answered_wherever_they_stand(server: Running, number: int) -> None:
     """JSON can name them, but no text can hold them: they failed the request, or the step of all requests."""
     path, body = TEXTS[number]
     for index, fields in enumerate(with_half(body)):
         sent = {**fields, **({} if path == "/tokenize" else {"max_tokens": 2, "stream": index % 2 == 0})}
-        answer = client.post(path, content=json.dumps(sent).encode(), headers=JSON)
+        answer = server.http.post(path, content=json.dumps(sent).encode(), headers=JSON)
         assert answer.status_code in (200, 400, 404), answer.text
         assert answer.json() if answer.status_code != 200 or not sent.get("stream") else "[DONE]" in answer.text
 
 
-def test_tools_that_are_too_long_are_not_blamed_on_the_messages(server, client, monkeypatch) -> None:
+def test_tools_that_are_too_long_are_not_blamed_on_the_messages(server, monkeypatch) -> None:
     """The templates of most chat models write the tools into the prompt."""
     template = server.service.prompts.template
     monkeypatch.setattr(template, "render", lambda turns, tools, *_: "a" * 10**6 if tools else "")
-    found = client.post(CHAT, json={"messages": HELLO, "tools": [TOOL]})
+    found = server.http.post(CHAT, json={"messages": HELLO, "tools": [TOOL]})
     assert assert_refused(found, 400, "context length").startswith("tools: ")

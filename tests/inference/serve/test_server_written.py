@@ -29,8 +29,7 @@ def test_text_ends_where_the_first_stop_string_begins(stops: tuple[str, ...], in
     for seed in range(10):
         text = "".join(random.Random(seed).choices(["a", "b", "c", " ", "d", "🌳", "é"], k=60))
         written = WrittenText(spell, [], StopStrings(stops, spell), include)
-        found = "".join(piece.text for token in text.encode() for piece in written.add(token, None))
-        found += "".join(piece.text for piece in written.end())
+        found = joined([piece for token in text.encode() for piece in written.add(token, None)] + written.end())
         expected = text
         if ends := [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]:
             end, first = min(ends)
@@ -57,8 +56,7 @@ def test_a_stop_string_that_is_a_hidden_special_token_is_found(stops, shown, inc
     stop = StopStrings(stops, spell_shown)
     tokens = [*b"abc", 300, *b"d"]
     written = WrittenText(spell_hidden, [], stop, include)
-    found = "".join(piece.text for token in tokens for piece in [*written.add(token, None)])
-    found += "".join(piece.text for piece in written.end())
+    found = joined([piece for token in tokens for piece in written.add(token, None)] + written.end())
     assert found == shown + (written.stopped or "") * include
     assert (written.stopped is None) == (stops == ("<|301|>",))
     assert stop.kept(tokens, 5) == {"<|300|>": 4, "c<|300|>d": 5, "bc": 3, "<|301|>": None, "d": 5}[stops[0]]

@@ -164,15 +164,7 @@ def test_a_product_that_is_wrong_or_fails_is_left_out_with_a_reason(gpu, monkeyp
     choice=st.integers(0, 1),
 )
 def test_a_choice_without_logits_is_the_samplings_own_and_the_first_of_equal_ones(
-    gpu: ModuleType,
-    rows: int,
-    nodes: int,
-    vocab: int,
-    size: int,
-    temperatures: list[float],
-    has_bias: bool,
-    dtype: torch.dtype,
-    choice: int,
+    gpu, rows, nodes, vocab, size, temperatures, has_bias, dtype, choice
 ) -> None:
     lm_head, kernels = nn.Linear(size, vocab, bias=has_bias), kernels_on_gpu("lm_head")
     for parameter in lm_head.parameters():  # whole numbers: sums are exact, and many are equal

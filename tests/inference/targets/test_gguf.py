@@ -183,7 +183,6 @@ def test_the_wheel_is_the_second_choice_and_the_card_says_so(file, tmp_path, mon
 
 
 def test_a_missing_library_and_a_transformers_with_a_wrong_end_token_are_refused(file, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("headstart.heads.target_config.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"target\.path: .* which needs gguf .*pip install -e '\.\[gguf\]'"):
         locate_target(str(file))

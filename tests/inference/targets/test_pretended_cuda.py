@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from drafting import a_sample
 from matrix import slow_unless
 from pretended_cuda import CUDA, SECOND, Replayed, Seen, WrongDevice, on_two_cards, pretended_cuda
 from scripted import SetCosts, answered, finish
@@ -20,7 +21,6 @@ from torch.testing import assert_close
 
 from headstart.data_pipelines.features.batches import Sample, SampleStore
 from headstart.data_pipelines.features.features import tap
-from headstart.heads.base import DraftHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.block_attention import Reach
 from headstart.heads.vocab import DraftVocab
@@ -78,9 +78,6 @@ def rows_of(mix: str, count: int) -> list[Sampling]:
     return [replace(MIXES[mix][row % len(MIXES[mix])], seed=row) for row in range(count)]
 
 
-# The pretence
-
-
 Work = Callable[[Tensor], object]
 READ: list[Work] = [lambda x: x[0].item(), lambda x: 1 if (x > 0).any() else 2, lambda x: x[: x[0]], Tensor.cpu]
 READ += [lambda x: x[x > 0], lambda x: torch.zeros(3).copy_(x)]
@@ -106,37 +103,6 @@ def test_what_the_host_reads_and_what_is_copied_from_it_is_counted_and_devices_d
             work(torch.arange(3, device=CUDA))
 
 
-# Captured steps
-
-
-def assert_captured(
-    cuda: Seen, make_model: ModelFactory, head: DraftHead | None, growth: GrowthPolicy, samplings: list[Sampling]
-) -> None:
-    """Run a captured step twice, as texts go on: the second time, nothing that CUDA would replay meets the host."""
-    head = None if head is None else copy.deepcopy(head).to(CUDA)
-    drafter: Drafter = PLAIN if head is None else head_drafter(head, growth)
-    target, rows = TargetModel(make_model(num_hidden_layers=7).to(CUDA), drafter.taps), len(samplings)
-    step = StaticStep(target, drafter, target.passes.new_cache(100, drafter.cache_shape, rows, static=True))
-    sampling = BatchSampling(samplings, CUDA)
-    for turn in range(2):
-        counts = [1 + (row + turn) % min(drafter.depth + 1, 3) for row in range(rows)]
-        held = [20 + row % 7 + 3 * turn for row in range(rows)]
-        step.cache.target.set_lengths(held)
-        shape = rows, max(counts)
-        step(
-            VerifiedOnHost(
-                taps=torch.randn(*shape, len(drafter.taps) * target.config.hidden_size, device=CUDA),
-                next_tokens=torch.randint(97, shape, device=CUDA),
-                roots=torch.randint(97, (rows, 1), device=CUDA),
-                sampling=sampling,
-                history=None,
-                rows=[VerifiedRow([], held[row] - count, count, 9 - row % 3) for row, count in enumerate(counts)],
-            )
-        )
-    assert cuda.replays == 1
-    assert not cuda.in_graphs
-
-
 @pytest.mark.parametrize(
     ("name", "growth", "mix", "rows"),
     slow_unless(
@@ -150,8 +116,22 @@ def assert_captured(
     ),
 )
 def test_no_captured_step_waits_for_anything(make_model, make_head, cuda, name, growth, mix, rows) -> None:
-    head = None if name is None else make_head(**HEADS[name])
-    assert_captured(cuda, make_model, head, GROWTHS[growth], rows_of(mix, rows))
+    """It runs twice, as texts go on: the second time, nothing that CUDA would replay meets the host."""
+    head = None if name is None else copy.deepcopy(make_head(**HEADS[name])).to(CUDA)
+    drafter: Drafter = PLAIN if head is None else head_drafter(head, GROWTHS[growth])
+    target = TargetModel(make_model(num_hidden_layers=7).to(CUDA), drafter.taps)
+    sampling = BatchSampling(rows_of(mix, rows), CUDA)
+    step = StaticStep(target, drafter, target.passes.new_cache(100, drafter.cache_shape, rows, static=True))
+    for turn in range(2):
+        counts = [1 + (row + turn) % min(drafter.depth + 1, 3) for row in range(rows)]
+        held = [20 + row % 7 + 3 * turn for row in range(rows)]
+        step.cache.target.set_lengths(held)
+        taps = torch.randn(rows, max(counts), len(drafter.taps) * target.config.hidden_size, device=CUDA)
+        tokens, roots = (torch.randint(97, (rows, count), device=CUDA) for count in (max(counts), 1))
+        verified = [VerifiedRow([], held[row] - count, count, 9 - row % 3) for row, count in enumerate(counts)]
+        step(VerifiedOnHost(taps, tokens, roots, sampling, None, verified))
+    assert cuda.replays == 1
+    assert not cuda.in_graphs
 
 
 def test_too_little_memory_for_a_graph_is_named_with_the_step_and_what_it_needed(make_model, cuda, monkeypatch) -> None:
@@ -169,8 +149,6 @@ def test_too_little_memory_for_a_graph_is_named_with_the_step_and_what_it_needed
     assert "lower it or decode.nodes" in str(named.value)
     assert answered(DecodeLoop(target, PLAIN, 4), Request([5, 6], 3)).tokens  # later loops decode
 
-
-# Whole decode loops, on one card and on two
 
 Build = Callable[[TargetModel, ModelFactory, HeadFactory], Drafter]
 
@@ -212,13 +190,7 @@ ON_THE_HOST = {  # drafters that look for repetitions there, and for the noise o
 LEVEL_BY_LEVEL = {"CostAware.look_at"}  # where no step is captured
 
 
-def decoded(
-    make_model: ModelFactory, make_head: HeadFactory, name: str, mix: str, cards: int, static: bool | None = None
-) -> list[Generation]:
-    model = make_model(num_hidden_layers=7)
-    model = on_two_cards(model) if cards == 2 else model.to(CUDA) if cards else model
-    target = TargetModel(model, TAPS)
-    drafter = DRAFTERS[name](target, make_model, make_head)
+def decoded(target: TargetModel, drafter: Drafter, mix: str, static: bool | None = None) -> list[Generation]:
     loop = DecodeLoop(target, drafter, 3, static, prefill_chunk=32, prefix_memory=2**20)
     samplings = rows_of(mix, 4)
     for prompt, count, sampling in zip(PROMPTS, (12, 2, 4, 2), samplings, strict=True):
@@ -228,22 +200,6 @@ def decoded(
     assert answered(loop, Request([*longest, 7], 3, samplings[2])).cached_tokens == 16
     loop.close()
     return [*loop.generations.values()]
-
-
-def assert_decodes_as_the_cpu(
-    make_model: ModelFactory, make_head: HeadFactory, name: str, mix: str, cards: int, static: bool | None = None
-) -> None:
-    wanted = decoded(make_model, make_head, name, mix, cards=0)
-    with pretended_cuda() as cuda:
-        found = decoded(make_model, make_head, name, mix, cards, static)
-    assert [text.tokens for text in found] == [text.tokens for text in wanted]
-    assert not cuda.in_graphs
-    is_captured = cards == 1 and static is not False
-    assert cuda.readers - (set() if is_captured else LEVEL_BY_LEVEL) <= MAY_WAIT | ON_THE_HOST.get(name, set())
-    if not is_captured:
-        assert not cuda.replays
-    elif name in HEADS or name in ("head and repeats", "cost-aware"):
-        assert bool(cuda.replays) == (mix in CAPTURED)
 
 
 MIXES_OF_DRAFTERS = [
@@ -260,10 +216,20 @@ MIXES_OF_DRAFTERS = [
     ),
 )
 def test_all_drafters_write_on_pretended_cards_as_on_the_cpu(make_model, make_head, name, mix, cards, static) -> None:
-    assert_decodes_as_the_cpu(make_model, make_head, name, mix, cards, static)
-
-
-# The cache, harvest, training and its measurements
+    target = TargetModel(make_model(num_hidden_layers=7), TAPS)
+    wanted = decoded(target, DRAFTERS[name](target, make_model, make_head), mix)
+    with pretended_cuda() as cuda:
+        model = make_model(num_hidden_layers=7)
+        target = TargetModel(on_two_cards(model) if cards == 2 else model.to(CUDA), TAPS)
+        found = decoded(target, DRAFTERS[name](target, make_model, make_head), mix, static)
+    assert [text.tokens for text in found] == [text.tokens for text in wanted]
+    assert not cuda.in_graphs
+    is_captured = cards == 1 and static is not False
+    assert cuda.readers - (set() if is_captured else LEVEL_BY_LEVEL) <= MAY_WAIT | ON_THE_HOST.get(name, set())
+    if not is_captured:
+        assert not cuda.replays
+    elif name in HEADS or name in ("head and repeats", "cost-aware"):
+        assert bool(cuda.replays) == (mix in CAPTURED)
 
 
 def test_a_target_on_two_cards_gives_the_states_that_the_cpu_gives(make_model: ModelFactory, cuda: Seen) -> None:
@@ -277,19 +243,11 @@ def test_a_target_on_two_cards_gives_the_states_that_the_cpu_gives(make_model: M
 
 class Samples(SampleStore):
     def __init__(self, taps: tuple[int, ...], hidden_size: int, num_layers: int) -> None:
-        torch.manual_seed(1)
-        stored = len([each for each in taps if each < num_layers])
+        size = hidden_size * len([each for each in taps if each < num_layers])
         lengths = [9, 30, 17, 24, 12]
         self.shard_sizes, self.num_tokens = [len(lengths)], sum(lengths)
-        self.samples = [
-            Sample(
-                torch.randint(97, (length,)),
-                torch.arange(length) > 4,
-                torch.randn(length, stored * hidden_size),
-                torch.randn(length, hidden_size),
-            )
-            for length in lengths
-        ]
+        samples = (a_sample(length, range(5, length), seed=length) for length in lengths)
+        self.samples = [replace(each, taps=each.taps[:, :size]) for each in samples]
 
     def __getitem__(self, index: int) -> Sample:
         return self.samples[index]

@@ -72,9 +72,7 @@ def test_a_folder_without_weights_is_described(given: str, folder: Path, capsys:
     assert f"decodes by    chains: {METHODS['chains']}" in lines
 
 
-def test_model_types_are_described_with_no_export_where_no_head_can_be_trained_and_unknown_ones_as_not_tried(
-    capsys, folder, monkeypatch, tmp_path
-) -> None:
+def test_types_without_heads_show_no_export_and_unknown_ones_no_method(capsys, folder, monkeypatch, tmp_path) -> None:
     found = printed(capsys, "gemma3_text")
     assert f"decodes by    trees: {METHODS['trees']}" in found
     assert "vLLM 0.33.0 refuses EAGLE-3 heads for this family" in found
