@@ -52,15 +52,9 @@ class SmallDisk:
             raise SafetensorError(f"I/O error: {os.strerror(errno.ENOSPC)} (os error {errno.ENOSPC})")
 
 
-def when_writing(end: str) -> Callable[[int, str], bool]:
-    return lambda count, name: name.endswith(end)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("full")
-    build_run(folder)
-    return folder
+    return build_run(tmp_path_factory.mktemp("full")).parent
 
 
 @pytest.fixture
@@ -127,7 +121,8 @@ def test_after_space_is_made_the_same_command_gives_the_undisturbed_run(typed, t
     run_dir, written = undisturbed
     expected = files(run_dir)
     assert name in written
-    assert FULL_AT[name] in assert_recovers(typed, tmp_path / "run", expected, when_writing(name))
+    said = assert_recovers(typed, tmp_path / "run", expected, lambda _, here: here.endswith(name))
+    assert FULL_AT[name] in said
 
 
 @pytest.mark.slow
@@ -143,7 +138,7 @@ def test_a_disk_may_fill_up_at_any_write(typed, tmp_path, undisturbed, part):
 def test_a_full_disk_leaves_no_half_export(typed: Type, trained: Path, tmp_path: Path) -> None:
     for name in ("model.safetensors", "config.json.partial", "README.md.partial"):
         with pytest.MonkeyPatch.context() as patch:
-            SmallDisk(patch, when_writing(name))
+            SmallDisk(patch, lambda _, here: here.endswith(name))  # noqa: B023
             assert "No space left on device" in typed(1, "export", "export.format=vllm")
         assert not list((tmp_path / "run/export").iterdir())
     typed(0, "export", "export.format=vllm")
@@ -157,9 +152,8 @@ def test_metrics_of_which_a_full_disk_cut_the_last_line_are_continued(typed: Typ
     metrics.write_text(rows + '{"step": 9, "train/lo')
     subprocess.run(["rm", "-r", str(trained / "checkpoints/step-8"), str(trained / "head")], check=True)
     typed(0, "train", "train.steps=8")
-    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [
-        json.loads(line)["step"] for line in rows.splitlines()
-    ]
+    steps = [[json.loads(line)["step"] for line in text.splitlines()] for text in (metrics.read_text(), rows)]
+    assert steps[0] == steps[1]
 
 
 @pytest.mark.parametrize("name", slow_unless(("config.json",), ("config.json", "model.safetensors")))

@@ -17,12 +17,15 @@ from headstart.data_pipelines.prompts.rows import read_rows
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.recipes.schema import DataSection
 
-FIX = "fix or remove them"
-NEEDS = "a row needs prompt or text (a string), prompt with response or completion, messages"
-ROLES = "allowed roles are system, developer, user, human, assistant"
-ORDER = "change the order of the turns"
-GIVEN = "needs response or completion with prompt, or a turn of the assistant"
-CHOOSE = "choose data.responses=target"
+FACTS = {
+    "FIX": "fix or remove them",
+    "NEEDS": "a row needs prompt or text (a string), prompt with response or completion, messages",
+    "ROLES": "allowed roles are system, developer, user, human, assistant",
+    "ORDER": "change the order of the turns",
+    "GIVEN": "needs response or completion with prompt, or a turn of the assistant",
+    "CHOOSE": "choose data.responses=target",
+    "SUFFIXES": "a file that ends in .jsonl, .json, .parquet, .txt, a dataset folder or",
+}
 USER = {"role": "user", "content": "hello"}
 REPLY = {"role": "assistant", "content": "hi there"}
 
@@ -80,34 +83,27 @@ given: a plain completion with a system turn | {"system": "be brief", "prompt": 
 given: a question without its answer | {"messages": [{user}]} => GIVEN | CHOOSE
 given: tokens without a mask | {"tokens": [1, 2, 3]} => no token to train on | set loss_mask values to 1
 """,
-    NEEDS=NEEDS,
-    ROLES=ROLES,
-    ORDER=ORDER,
-    GIVEN=GIVEN,
-    CHOOSE=CHOOSE,
+    **FACTS,
 )
 TEMPLATE = ChatTemplate(build_tokenizer())
 
 
 def read(path: Path, responses: str = "target") -> None:
-    data = DataSection.model_validate(
-        {"prompts": str(path), "heldout_prompts": "x", "num_prompts": 9} | {"responses": responses}
-    )
+    fields = {"prompts": str(path), "heldout_prompts": "x", "num_prompts": 9, "responses": responses}
     report = RowReport(str(path))
-    read_prompts(TEMPLATE, data, None, report, vocab_size=VOCAB_SIZE)
+    read_prompts(TEMPLATE, DataSection.model_validate(fields), None, report, vocab_size=VOCAB_SIZE)
     report.check()
 
 
 @pytest.mark.parametrize("symptom", ROWS)
 def test_a_row_that_gives_no_sample_is_named_with_the_reason(tmp_path: Path, symptom: str) -> None:
     [row], facts = ROWS[symptom]
-    parts = {"user": json.dumps(USER), "reply": json.dumps(REPLY), "brackets": "{{{" + "[" * 99999}
+    parts = {"user": json.dumps(USER), "reply": json.dumps(REPLY)}
     (tmp_path / "rows.jsonl").write_text(f"{filled(row, **parts)}\n", encoding="utf-8")
     responses = "given" if symptom.startswith("given: ") else "target"
-    assert_raises(lambda: read(tmp_path / "rows.jsonl", responses), f"rows.jsonl line 1 | {facts} | {FIX}")
+    assert_raises(lambda: read(tmp_path / "rows.jsonl", responses), f"rows.jsonl line 1 | {facts} | {FACTS['FIX']}")
 
 
-SUFFIXES = "a file that ends in .jsonl, .json, .parquet, .txt, a dataset folder or"
 # A file by its name and content, as a Python literal.
 FILES = table(
     r"""
@@ -120,9 +116,7 @@ an indented object | rows.json | b'{\n  "prompt": "x"\n}\n' => rows.json line 1 
 a pickle | rows.pkl | b'\x80\x04.' => data: | rows.pkl given | SUFFIXES | convert it
 parquet in name only | rows.parquet | b'PAR1 and nothing else' => rows.parquet | cannot be read as parquet
 """,
-    FIX=FIX,
-    NEEDS=NEEDS,
-    SUFFIXES=SUFFIXES,
+    **FACTS,
 )
 
 
@@ -184,8 +178,7 @@ long texts are dropped and are not unusable | {long} + {"text": "text 1"} * 5 | 
     6 rows read | 5 prompts kept | dropped 1 too long | longer than data.prompt_tokens
 a few unusable rows | {"question": 1} + 100-250 | 20-24 | 150 | target => 151 rows read
 """,
-    FIX=FIX,
-    CHOOSE=CHOOSE,
+    **FACTS,
 )
 SPLIT_ROWS = {
     "asked": {"messages": [USER]},
@@ -255,8 +248,7 @@ def damage(store: Path, kind: str, content: str) -> None:
 
 
 # What is typed after `headstart store`, or the value of data.store, and the damage before it.
-STORES = table(
-    """
+STORES = table("""
 merge without stores | merge {new} => store merge | only | one or more stores must follow it
 merge of different formats | merge {new} {store} {other} | other {"dtype": "int8"} => dtype: 'float32' in | 'int8' in
 merge of different targets | merge {new} {store} {other} | other {"target": {"sha256": "{zeros}"}}
@@ -275,8 +267,7 @@ a recipe's store is of another | data.store={other} | other {"target": {"path": 
     data.store | elsewhere | give a store of this target | remove data.store to harvest one
 a recipe's store says nothing of its target | data.store={other} | other {"target": null} => data.store | None
 a recipe's store lost its stage.json | data.store={store} | remove stage.json => data.store | has no stage.json
-"""
-)
+""")
 
 
 @pytest.mark.parametrize("symptom", STORES)

@@ -72,9 +72,8 @@ FAMILIES = {
 
 def template_of(name: str) -> tuple[PreTrainedTokenizerFast, ChatMasks]:
     tokenizer, special = build_tokenizer(), FAMILIES[name].special.split()
-    tokenizer.add_special_tokens(
-        {"bos_token": special[0], "eos_token": special[1], "additional_special_tokens": special[2:]}
-    )
+    marks = {"bos_token": special[0], "eos_token": special[1], "additional_special_tokens": special[2:]}
+    tokenizer.add_special_tokens(marks)
     tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text().rstrip("\n")
     return tokenizer, ChatMasks(ChatTemplate(tokenizer))
 
@@ -110,9 +109,8 @@ def test_reasoning_is_trained_on_where_the_template_shows_it() -> None:
     assert isinstance(conversation, Conversation)
     tokenizer, template = template_of("qwen3")
     samples = template.masked(conversation, "all")
-    assert [unmasked(tokenizer, sample) for sample in samples] == [
-        [f"<think>\nthought {number}\n</think>\n\n{thinking[number]['content']}<|im_end|>"] for number in (1, 3, 5)
-    ]
+    words = [f"<think>\nthought {number}\n</think>\n\n{thinking[number]['content']}<|im_end|>" for number in (1, 3, 5)]
+    assert [unmasked(tokenizer, sample) for sample in samples] == [[each] for each in words]
     assert "thought" not in tokenizer.decode(samples[-1].tokens[: samples[-1].spans[0][0]])
     tokenizer, template = template_of("gpt_oss")
     assert unmasked(tokenizer, template.masked(conversation, "all")[0]) == [

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from test_chat_masks import template_of
 from tiny_run import END_OF_TEXT, build_run, build_target, build_tokenizer, tiny_recipe
-from transformers import PreTrainedTokenizerFast
 
 from headstart.common.files import read_jsonl, write_jsonl
 from headstart.data_pipelines.features.shards import FeatureStore
@@ -23,8 +23,6 @@ from headstart.data_pipelines.prompts.rows import BadRow, NotJson, read_rows
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.recipes import Recipe
 from headstart.recipes.schema import DataSection
-
-CHATML = (Path(__file__).parents[1] / "support/chat_templates" / "chatml.jinja").read_text().rstrip("\n")
 
 
 def turns(*contents: str) -> list[dict[str, str]]:
@@ -171,7 +169,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A harvest of two conversations, a text, and tokens with a mask; the last row is too long."""
     folder = tmp_path_factory.mktemp("given")
     build_run(folder)
-    tokenizer = chatml_tokenizer()
+    tokenizer, _ = template_of("chatml")
     build_target(folder / "target", vocab_size=len(tokenizer))
     tokenizer.save_pretrained(folder / "target")
     rows: list[dict[str, Any]] = [{"messages": turns("a", "first words", "b", "last words")}, {"text": "plain text"}]
@@ -187,17 +185,10 @@ def given_recipe(folder: Path, *overrides: str) -> Recipe:
     return tiny_recipe(folder, "data.responses=given", *sizes, *overrides)
 
 
-def chatml_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = build_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = CHATML
-    return tokenizer
-
-
 @pytest.mark.parametrize("which", ["all", "last"])
 def test_given_conversations_become_features_masked_to_the_assistants_words(given, tmp_path, which):
     recipe = given_recipe(given, *(["data.turns=last", f"run_dir={tmp_path}"] if which == "last" else []))
-    tokenizer = chatml_tokenizer()
+    tokenizer, _ = template_of("chatml")
     harvest(recipe)
     store = FeatureStore(recipe.features_dir, "train")
     trained_on = [tokenizer.decode(sample.tokens[sample.loss_mask]) for sample in (store[n] for n in range(len(store)))]

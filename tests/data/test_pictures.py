@@ -37,8 +37,7 @@ ANSWER = {"role": "assistant", "content": "red"}
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("seen")
-    build_seeing_run(folder)
+    folder = build_seeing_run(tmp_path_factory.mktemp("seen")).parent
     harvest(tiny_recipe(folder))
     return folder
 

@@ -1,7 +1,4 @@
-"""Laws of training rows: what is trained on follows the tokens that a server would send, and ends as the target ends.
-
-The rows are made after public reports of what training on other tokens did; each test states the law behind one.
-"""
+"""Laws of training rows: what is trained on follows the tokens that a server sends, and ends as the target does."""
 
 import json
 from datetime import date
@@ -374,11 +371,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXT, inner, max_size=2),
     max_leaves=4,
 )
-CALLS = st.dictionaries(TEXT, VALUES, max_size=3).map(
-    lambda arguments: [{"function": {"name": "look_up", "arguments": arguments}}]
-)
-
-
+CALLS = st.dictionaries(TEXT, VALUES, max_size=3).map(lambda given: [{"function": {"name": "f", "arguments": given}}])
 known_template_of = cache(template_of)
 
 

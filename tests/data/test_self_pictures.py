@@ -28,8 +28,7 @@ from headstart.recipes.schema import DataSection
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("asked")
-    build_seeing_chat_run(folder, num_prompts=4, heldout_samples=2)
+    folder = build_seeing_chat_run(tmp_path_factory.mktemp("asked"), num_prompts=4, heldout_samples=2).parent
     harvest(tiny_recipe(folder))
     return folder
 

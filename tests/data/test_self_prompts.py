@@ -32,8 +32,7 @@ from headstart.recipes.schema import DataSection
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("chat")
-    build_chat_run(folder)
+    folder = build_chat_run(tmp_path_factory.mktemp("chat")).parent
     make_prompts_alone(tiny_recipe(folder))
     return folder
 
@@ -218,16 +217,14 @@ def text_about(number: int) -> str:
     return "z" + " ".join("".join(rng.choices("abcdefghij", k=6)) for _ in range(10))
 
 
-REFUSED = table(
-    """
+REFUSED = table("""
 a base model | none | null => data.prompts | self given | needs a chat template | choose the chat
 a template without a user turn | [assistant] | null => data.prompts | self given | rules out | choose a
 a template that changes words | {% for m in messages %}[{{ m.content.upper() }}]{% endfor %} | null => data.prompts
 a template without system prompts | {% if messages[1:] %}NO_SYSTEM{% endif %}OWN | data.self_system_prompts=[maths]
     data.self_system_prompts | 'maths' given | no system turn | remove it
 a system prompt that leaves no room | OWN | data.prompt_tokens=6 => data.prompt_tokens | 6 given | 7 or more are allowed
-"""
-)
+""")
 
 
 @pytest.mark.parametrize("symptom", REFUSED)

@@ -1,5 +1,4 @@
-"""Laws of servers: several in data.server write what one writes, as long as one of them is left, and with data.states
-vllm the features are those of our own target, or the server whose they are not is named.
+"""Laws of servers: several write what one writes, and vLLM's states are our target's, or the wrong server is named.
 
 The server of states does what vLLM's source says; tests/interop/check_vllm_states.py asks vLLM itself.
 """
@@ -61,9 +60,8 @@ def test_three_servers_of_which_one_dies_write_the_texts_of_one(harvested, tmp_p
     dead.dies_after = 2
     capsys.readouterr()
     servers = f"data.server=[{', '.join(url for url, _ in three)}]"
-    found = tiny_recipe(
-        harvested, f"run_dir={tmp_path / 'three'}", servers, "data.generate_batch=2", "data.online=[auto]"
-    )
+    run = f"run_dir={tmp_path / 'three'}", "data.generate_batch=2", "data.online=[auto]"
+    found = tiny_recipe(harvested, servers, *run)
     harvest(found)
     assert contents(found.responses_dir) == contents(wanted.responses_dir)
     assert len(dead.seen) == 2

@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import PartialState
+from bad_inputs import assert_raises
 from exported import edit_tensors
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_run import build_run, contents, tiny_recipe, write_shard
 from torch import Tensor
+from torch.testing import assert_close
 
 from headstart.common.files import write_jsonl
 from headstart.data_pipelines import harvest_stages
@@ -38,8 +40,6 @@ from headstart.data_pipelines.stages.stage import checksum
 from headstart.recipes import Recipe
 from headstart.trainers import run as train
 from headstart.trainers.loop import SampleOrder
-
-# Formats
 
 
 def sample_of(length: int, hidden: int, num_taps: int) -> Sample:
@@ -122,8 +122,7 @@ def test_numbers_in_a_store_that_are_not_finite_are_found(folder: Path, tmp_path
     save_file(spoiled, path)
     write_manifest(folder, [shard["file"] for shard in about["shards"]], about)
     for refuses in (refuse_damage, lambda folder: merge(tmp_path / "merged", [folder])):
-        with pytest.raises(ValueError, match=r"heldout-00000\.safetensors: its tap\.3 holds .*another data\.dtype"):
-            refuses(folder)
+        assert_raises(partial(refuses, folder), "heldout-00000.safetensors: its tap.3 holds | another data.dtype")
 
 
 @pytest.mark.parametrize(("name", "damage"), [("train-00001", "flip"), ("train-00002", "lose"), ("manifest", "tear")])
@@ -155,8 +154,7 @@ def test_a_merged_store_holds_all_samples_once_and_serves_a_recipe(harvested, fo
     wanted = [store[n] for store in (FeatureStore(source, "train") for source in sources) for n in range(len(store))]
     assert len(merged) == len(wanted) == 16
     for number, sample in enumerate(wanted):
-        for name, tensor in vars(sample).items():
-            assert vars(merged[number])[name].equal(tensor)
+        assert_close(vars(merged[number]), vars(sample), rtol=0, atol=0)
     origins = [(about["mask_rule"], about["written_by"]) for about in merged.about["merged_from"]]
     assert origins == [("response", "plain decoding")] * 3
 
@@ -218,8 +216,7 @@ def test_the_first_sample_of_a_shard_does_not_wait_for_the_checksum_of_the_whole
         assert store[number].tokens.equal(expected[number].tokens)
     assert checksums.checked == []
     checksums.allowed.set()
-    with pytest.raises(ValueError, match=rf"{store.shards[1]['file']} is not what the harvest wrote"):
-        store.finish_checks()
+    assert_raises(store.finish_checks, f"{store.shards[1]['file']} is not what the harvest wrote")
     store.close()
     assert sorted(checksums.checked) == sorted(shard["file"] for shard in store.shards)  # once each
 
@@ -266,10 +263,7 @@ def tensor_bytes() -> int:
 
 
 def test_a_harvest_holds_a_few_batches_and_no_shard(harvested, tmp_path, monkeypatch):
-    """At most 8 GB at the sizes of the 8B recipe, where it held up to three shards of 17 GB.
-
-    Here texts are a 64th as long and a 32nd as wide, in two shards of 32 batches, with the threads of a GPU.
-    """
+    """At most 8 GB at the sizes of the 8B recipe. Here texts are a 64th as long, a 32nd as wide, in 2 x 32 batches."""
     monkeypatch.setattr("headstart.data_pipelines.features.features.GPU_PASS", GPU_PASS // 64)
     recipe = tiny_recipe(harvested, f"run_dir={tmp_path}/run", "data.harvest_batch=8", "data.dtype=bfloat16")
     recipe.responses_dir.mkdir(parents=True)
@@ -298,8 +292,7 @@ def test_a_harvest_holds_a_few_batches_and_no_shard(harvested, tmp_path, monkeyp
 def test_no_checkpoint_holds_what_was_learned_from_a_damaged_shard(make_recipe: Callable[..., Recipe]) -> None:
     recipe = make_recipe("run")
     change_a_state(recipe.features_dir / "train-00001.safetensors")
-    with pytest.raises(ValueError, match=r"train-00001\.safetensors is not what the harvest wrote"):
-        train(recipe)
+    assert_raises(lambda: train(recipe), "train-00001.safetensors is not what the harvest wrote")
     assert not list(recipe.checkpoints_dir.glob("step-*"))
 
 
@@ -351,24 +344,20 @@ def test_at_most_two_batches_are_made_before_they_are_requested(harvested: Path)
     ahead.close()
 
 
-def test_without_pending_tasks_the_caller_of_the_background_thread_does_the_work() -> None:
-    threads: list[int] = []
-    with BackgroundThread(max_pending=0) as background:
-        background.add(lambda: threads.append(threading.get_ident()))
-        assert threads == [threading.get_ident()]
-
-
-def test_all_tasks_are_done_in_order_when_the_block_ends() -> None:
-    done: list[int] = []
+@pytest.mark.parametrize("most", [0, 3])
+def test_all_tasks_are_done_in_order_when_the_block_ends_or_by_the_caller_where_none_may_wait(most: int) -> None:
+    done, threads = list[int](), set[int]()
 
     def work(number: int) -> None:
         time.sleep(0.001)
         done.append(number)
+        threads.add(threading.get_ident())
 
-    with BackgroundThread(max_pending=3) as background:
+    with BackgroundThread(max_pending=most) as background:
         for number in range(10):
             background.add(partial(work, number))
     assert done == list(range(10))
+    assert (threads == {threading.get_ident()}) == (most == 0)
 
 
 @pytest.mark.parametrize("more", [0, 1, 5])
@@ -384,6 +373,5 @@ def test_an_error_is_raised_at_the_next_task_or_at_the_end(more: int) -> None:
             for number in range(more):
                 background.add(partial(done.append, number))
 
-    with pytest.raises(ValueError, match="the disk is full"):
-        add_all()
+    assert_raises(add_all, "the disk is full")
     assert done == []

@@ -25,22 +25,19 @@ from headstart.recipes.schema_heads import Eagle3Section
 
 pytestmark = pytest.mark.usefixtures("as_in_production")
 
-MakeHead = Callable[..., Any]
-Tensors = dict[str, Tensor]
 Config = dict[str, Any]
 Edit = Callable[[Path], object]  # damages a copy of the head
 UP = "midlayer.mlp.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
-def place(
-    tmp_path_factory: pytest.TempPathFactory, make_head: MakeHead, frozen: FrozenTarget, target_folder: Path
-) -> Path:
+def place(tmp_path_factory, make_head, target_folder):
     folder = tmp_path_factory.mktemp("heads")
     build_target(folder / "whole")  # with a tokenizer of its own; that of the other target is too large for it
     shutil.copytree(target_folder, folder / "target")
     build_tokenizer().save_pretrained(folder / "target")
-    save_head(make_head(vocab=LIMITED), folder / "head")
+    for name, seed in (("head", 1), ("another", 2)):
+        save_head(make_head(vocab=LIMITED, seed=seed), folder / name)
     save_head(make_head("medusa", vocab=LIMITED), folder / "medusa")
     save_head(make_head("block", markov_rank=6, vocab=LIMITED, mask_token_id=95), folder / "block")
     other = FrozenTarget.from_folder(folder / "whole", torch.float32)
@@ -79,10 +76,6 @@ def beside(name: str, content: str) -> Edit:
     return lambda folder: (folder.parent / name).write_text(content)
 
 
-def removed(name: str) -> Edit:
-    return lambda folder: (folder / name).unlink()
-
-
 def linked(folder: Path) -> None:
     (folder / "config.json").unlink()
     (folder / "config.json").symlink_to("/nowhere/at/all")
@@ -96,17 +89,6 @@ def replaced_by(source: str) -> Edit:
     return replace
 
 
-def another_head(folder: Path) -> None:
-    generator = torch.Generator().manual_seed(9)
-
-    def draw(found: Tensors) -> None:
-        for name, tensor in found.items():
-            if tensor.is_floating_point() and tensor.ndim == 2:
-                found[name] = 0.3 * torch.randn(tensor.shape, generator=generator)
-
-    edit_tensors(folder, draw)
-
-
 def everywhere(key: str, value: Any) -> Edit:
     return config(lambda found: [part.update({key: value}) for part in (found, found["dflash_config"]) if key in part])
 
@@ -118,9 +100,9 @@ EDITS: dict[str, Edit] = {
     "NaN": put(UP, lambda tensor: torch.full_like(tensor, math.nan)),
     "negated": put("lm_head.weight", torch.neg),
     "weights cut": lambda folder: os.truncate(folder / "model.safetensors", 5000),
-    "no weights": removed("model.safetensors"),
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
     "pickle": lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
-    "no config": removed("config.json"),
+    "no config": lambda folder: (folder / "config.json").unlink(),
     "config linked": linked,
     "config {}": lambda folder: (folder / "config.json").write_text("{}"),
     "one chance": own(calibration=ONE_CHANCE),
@@ -141,7 +123,7 @@ EDITS: dict[str, Edit] = {
     "other embedding": lambda folder: edit_tensors(
         folder, lambda found: found.update({"embed_tokens.weight": torch.randn(97, 32)})
     ),
-    "another head": another_head,
+    "another head": replaced_by("another"),
     "foreign": replaced_by("foreign"),
     "target": replaced_by("target"),
     "medusa": replaced_by("medusa"),
@@ -273,7 +255,7 @@ told by convert: a vocabulary of another size | draft vocab 99 | CONVERT => draf
 def test_a_command_tells_what_is_wrong(symptom, copied, typed, place, tmp_path):
     [edit, line], facts = COMMANDS[symptom]
     (tmp_path / "questions.jsonl").write_text('{"text": "the target writes"}\n')
-    for name in ("target", "medusa", "foreign"):
+    for name in ("target", "medusa", "foreign", "another"):
         (tmp_path / name).symlink_to(place / name)
     copied(EDITS[edit])
     check = assert_told if symptom.startswith("told") else assert_refused

@@ -72,6 +72,8 @@ def test_the_pass_of_training_is_that_of_drafting_with_a_cache(make_head: MakeHe
 
 
 def plain_kernel() -> CausalKernel:
+    kernels: Any = attention_kernels
+
     def banded(query: Tensor, window: int | None) -> Tensor:
         places = torch.arange(query.shape[2])
         ago = places.unsqueeze(1) - places
@@ -80,10 +82,8 @@ def plain_kernel() -> CausalKernel:
 
     def with_window(window: int | None) -> CausalKernel:
         return attention_kernels.per_document(
-            lambda query, key, value: attention_kernels.scored_forward(query, key, value, banded(query, window)),
-            lambda grad_out, query, key, value, out, logsumexp: attention_kernels.scored_backward(
-                grad_out, query, key, value, out, logsumexp, banded(query, window)
-            ),
+            lambda query, *given: kernels.scored_forward(query, *given, banded(query, window)),
+            lambda grad, query, *given: kernels.scored_backward(grad, query, *given, banded(query, window)),
         )
 
     return CausalKernel(
@@ -129,10 +129,8 @@ def test_the_gradient_is_that_of_plain_attention(reach: Reach, path: None) -> No
     assert_close(found, torch.stack(wanted), atol=1e-9, rtol=1e-9)
     inputs = query, key, value, context_key, context_value
     upstream = torch.randn_like(found)
-    of_found = torch.autograd.grad(found, inputs, upstream)
-    of_wanted = torch.autograd.grad(torch.stack(wanted), inputs, upstream)
-    for one, other in zip(of_found, of_wanted, strict=True):
-        assert_close(one, other, atol=1e-9, rtol=1e-9)
+    gradients = (torch.autograd.grad(out, inputs, upstream) for out in (found, torch.stack(wanted)))
+    assert_close(*gradients, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.gpu
@@ -171,8 +169,7 @@ def test_checkpointing_changes_no_gradient(make_head: MakeHead) -> None:
         named = [(name, each) for name, each in head.named_parameters() if not name.startswith("markov")]
         gradients.append(torch.autograd.grad(states.square().sum(), [each for _, each in named]))
     head.requires_grad_(False)
-    for one, other in zip(*gradients, strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, *gradients))
 
 
 @pytest.mark.parametrize("gate", [False, True], ids=["vanilla", "gated"])
@@ -213,9 +210,8 @@ def test_the_logits_are_those_of_the_files_by_the_definition(make_head: MakeHead
     def turned(states: Tensor, positions: Tensor) -> Tensor:
         angles = positions[:, None] * 10000.0 ** -(torch.arange(0, dim, 2) / dim)
         first, second = states.chunk(2, dim=-1)
-        return torch.cat(
-            [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
-        )
+        cosines, sines = angles.cos(), angles.sin()
+        return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
 
     context = norm(taps[0, :anchor] @ weights["fc.weight"].T, weights["hidden_norm.weight"])
     hidden = head.embedding[torch.tensor([int(tokens[0, anchor]), 96, 96, 96])]
@@ -224,9 +220,7 @@ def test_the_logits_are_those_of_the_files_by_the_definition(make_head: MakeHead
     key = turned(norm(heads_of(both, "k"), layer["self_attn.k_norm.weight"]), positions)
     query = turned(norm(heads_of(inputs, "q"), layer["self_attn.q_norm.weight"]), positions[anchor:])
     value = heads_of(both, "v")
-    mixed = [
-        (query[number] @ key[number // 2].T / dim**0.5).softmax(-1) @ value[number // 2] for number in range(len(query))
-    ]
+    mixed = [(own @ key[n // 2].T / dim**0.5).softmax(-1) @ value[n // 2] for n, own in enumerate(query)]
     hidden = hidden + torch.cat(mixed, dim=-1) @ layer["self_attn.o_proj.weight"].T
     normed = norm(hidden, layer["post_attention_layernorm.weight"])
     gate, up = (normed @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))

@@ -33,9 +33,8 @@ from headstart.recipes.other_commands import Options
 from headstart.recipes.schema import TargetSection
 from headstart.recipes.schema_heads import MtpSection
 
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST, reason="MTP layers need transformers 5.23"
-)
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+pytestmark = pytest.mark.skipif(VERSION < OLDEST, reason="MTP layers need transformers 5.23")
 QWEN = {**GROUPED, **{key: value for key, value in STATEFUL["qwen3_next"][1].items() if "linear" in key}}
 Tensors = dict[str, Tensor]
 NAMES = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}

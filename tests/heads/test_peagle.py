@@ -11,6 +11,7 @@ from drafting import OTHER_TEXTS, PENALTIES, TEXT, Naive, a_sample, draft, new_c
 from exported import EVERY_HEAD, files_in_memory, logits, read_config, read_tensors
 from matrix import slow_unless
 from scripted import paths
+from test_heads import empty_slots
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -22,7 +23,6 @@ from headstart.heads.kinds.block_attention import Blocks
 from headstart.heads.kinds.checkpoint import load_head_for, new_head
 from headstart.heads.kinds.peagle import KEEP_RATIO, KEEP_SHARE_MIN, MASK_TOKEN_KEYS, PEagleHead
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.core.cache import Slots
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
@@ -36,8 +36,7 @@ from headstart.trainers.objectives.unrolled import Teacher
 MakeHead = Callable[..., PEagleHead]
 SEQ, DEPTHS = 12, 4
 OBJECTIVE = Objective(unroll_weights=(1.0, 0.7, 0.5, 0.3))
-
-
+SHAPES: list[dict[str, Any]] = [{}, {"num_layers": 3, "fc_norm": True}, {"num_layers": 1, "num_kv_heads": 4}]
 # The target wrote no token that can be predicted of the last one.
 SAMPLES = [
     a_sample(24, range(3, 24), 24),
@@ -47,10 +46,8 @@ SAMPLES = [
 ]
 
 
-def in_training(
-    head: PEagleHead, frozen: FrozenTarget, vocab: DraftVocab | None = None, **fields: Any
-) -> TrainedChains:
-    return TrainedChains(head, Teacher(frozen, vocab or head.vocab), OBJECTIVE, TrainSection(steps=1, **fields))
+def in_training(head: PEagleHead, frozen: FrozenTarget, **fields: Any) -> TrainedChains:
+    return TrainedChains(head, Teacher(frozen, head.vocab), OBJECTIVE, TrainSection(steps=1, **fields))
 
 
 def a_text(seq: int = SEQ) -> TrainingBatch:
@@ -64,9 +61,7 @@ def chain_at(anchor: int) -> tuple[Blocks, ...]:
 
 def drafted(head: PEagleHead, text: TrainingBatch, anchor: int, reads: tuple[int, ...]) -> Tensor:
     """The states of all levels after the positions before `anchor`, read in these portions; the last with the masks."""
-    layers, kv_heads, head_dim = head.shape.cache_shape
-    slots = Slots([torch.full((layers, 2, 1, kv_heads, SEQ + DEPTHS, head_dim), float("nan"))], 1)
-    features, start = head.project(text.taps), 0
+    slots, features, start = empty_slots(head, SEQ + DEPTHS, 1), head.project(text.taps), 0
     for end in reads:
         tokens, positions = text.tokens[:, start + 1 : end + 1], torch.arange(start, end).unsqueeze(0)
         entries = [features[:, start:end], tokens, positions]
@@ -81,9 +76,7 @@ def drafted(head: PEagleHead, text: TrainingBatch, anchor: int, reads: tuple[int
     return hidden[0, -DEPTHS:]
 
 
-@pytest.mark.parametrize(
-    "shape", [{}, {"num_layers": 3, "fc_norm": True}, {"num_layers": 1, "num_kv_heads": 4}], ids=str
-)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("anchor", [1, 5, SEQ - DEPTHS])
 def test_the_pass_of_training_is_that_of_drafting(make_head, frozen, shape, anchor):
     """index      0  1  2 | 3  4        the last read of drafting holds the mask entries, too
@@ -168,9 +161,8 @@ def test_the_loss_is_the_sum_over_entries_of_one_chain_each(make_head, frozen, p
             for anchor in blocks.anchors:
                 lone = [Blocks((), (), ())] * masks + [Blocks((0,), (anchor,), (0,))]
                 one = trained.supervision_of(alone, tuple(lone))
-                for state, depth, last_hidden in zip(
-                    trained.unroll(alone, one, None)[0], one.depths, one.last_hidden, strict=True
-                ):
+                states = trained.unroll(alone, one, None)[0]
+                for state, depth, last_hidden in zip(states, one.depths, one.last_hidden, strict=True):
                     p, log_q = frozen.logits(last_hidden)[vocab.ids].softmax(-1), head.logits(state).log_softmax(-1)
                     loss = -(p * log_q).sum()
                     hit, accepted = (p.argmax() == log_q.argmax()).float(), torch.minimum(p, log_q.exp()).sum()
@@ -227,8 +219,7 @@ def test_a_new_head_does_not_draft_its_mask_token(frozen: FrozenTarget) -> None:
     other = usual.model_copy(update={"mask_token_id": 4})
     for section, mask_token in ((usual, 96), (other, 4)):
         assert mask_token not in PEagleHead.section_vocab(section, torch.arange(97)).ids
-    head = new_head(other, frozen, DraftVocab.full(97), seed=3)
-    assert isinstance(head, PEagleHead)
+    head: Any = new_head(other, frozen, DraftVocab.full(97), seed=3)
     assert head.mask_entries(torch.tensor([7]), 2)[1].tolist() == [[4, 4]]
 
 

@@ -9,15 +9,12 @@ import pytest
 import torch
 from matrix import slow_unless
 from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-)
+from transformers.models.auto import modeling_auto as auto
 
 from headstart.heads.target_config import UNLIMITED, Rope, TargetConfig, mask_token
 
 ALWAYS = {"bloom", "falcon", "gemma4", "gpt_neo", "mpt", "nemotron_h", "qwen3_5_moe", "qwen3_omni_moe", "xglm", "xlnet"}
-FAMILIES = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+FAMILIES = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 # Models of bytes in patches and of robots, and a drafter whose default configuration transformers refuses.
 WITHOUT = {"blt", "pi0", "gemma4_assistant"}
 SAME = {"hidden_size": "hidden_size", "num_layers": "num_hidden_layers", "vocab_size": "vocab_size"}

@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from headstart.heads.attention_kernels import CPU_FUSED, CUDA_FUSED, PORTABLE, CausalKernel, Documents, kernel_for
 from headstart.heads.unroll_attention import unroll_attention
 
-Blocks = tuple[Tensor, list[Tensor], list[Tensor]]
 KERNELS = {"fused on CPU": CPU_FUSED, "portable": PORTABLE}
 
 
@@ -24,16 +23,14 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
     return chosen
 
 
-def random_blocks(
-    steps: int, seq: int = 9, num_heads: int = 4, num_kv_heads: int = 4, dtype: torch.dtype = torch.float32
-) -> Blocks:
+def random_blocks(steps, seq=9, num_kv_heads=4, dtype=torch.float32):
     """Query, keys and values of step `steps`, [batch, heads, seq, head_dim], strided like a head's projections."""
 
     def draw(heads: int) -> Tensor:
         return torch.randn(2, seq, heads, 8, dtype=dtype).transpose(1, 2).requires_grad_()
 
     keys, values = ([draw(num_kv_heads) for _ in range(steps + 1)] for _ in range(2))
-    return draw(num_heads), keys, values
+    return draw(4), keys, values
 
 
 def definition(query: Tensor, keys: list[Tensor], values: list[Tensor], documents: Documents | None = None) -> Tensor:
@@ -67,8 +64,7 @@ def test_merged_equals_its_definition_in_value_and_every_gradient(kernel, steps,
     wanted = definition(query, keys, values, documents)
     torch.testing.assert_close(merged, wanted, atol=1e-5, rtol=1e-5)
     gradients = (torch.autograd.grad((out * weight).sum(), inputs) for out in (merged, wanted))
-    for mine, its in zip(*gradients, strict=True):
-        torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("loud", ["causal", "own"])
@@ -100,8 +96,7 @@ def test_bfloat16_stays_bfloat16_and_loses_no_more_than_its_definition(kernel: C
 
 
 def saved_bytes(seq: int, packed: bool) -> tuple[int, int]:
-    """The bytes that a step's attention saves for its gradient, and the number of entries of the largest tensor that it
-    creates."""
+    """The bytes that a step's attention saves for its gradient, and the entries of the largest tensor it creates."""
     query, keys, values = random_blocks(2, seq, num_kv_heads=2)
     documents = Documents.in_rows([[seq // 4] * 4] * 2) if packed else None
     with Largest() as largest:

@@ -136,8 +136,7 @@ def test_chunks_change_neither_loss_nor_gradient(make_head, frozen, monkeypatch)
         monkeypatch.setattr("headstart.trainers.objectives.unrolled.positions_at_once", lambda *_: blocks_at_once)  # noqa: B023
         loss = trained(batch, supervision, supervision.counts(4)).loss
         found.append([loss, *torch.autograd.grad(loss, [*trained.parameters()])])
-    for one, other in zip(*found, strict=True):
-        assert_close(one, other, atol=1e-5, rtol=1e-4)
+    assert_close(*found, atol=1e-5, rtol=1e-4)
 
 
 def test_an_objective_named_in_the_recipe_had_no_effect_on_a_dflash_head(make_recipe: MakeRecipe) -> None:

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from bad_inputs import assert_message
+from bad_inputs import assert_message, assert_raises
 from safetensors.torch import load_file
 from tiny_run import contents, copy_run, tiny_recipe, write_prompts
 
@@ -48,14 +48,12 @@ def test_a_damaged_checkpoint_and_a_damaged_note_on_the_start_are_named_and_the_
     newest = max(recipe.checkpoints_dir.glob("step-*"))
     state = (newest / "state.json").read_text()
     (newest / "state.json").write_text("{")
-    with pytest.raises(ValueError, match=rf"{newest} cannot be read .*; remove it to resume from step-"):
-        run(recipe)
+    assert_raises(lambda: run(recipe), f"{newest} cannot be read | ; remove it to resume from step-")
     assert (recipe.checkpoints_dir / "start.json").read_bytes() == start
     (newest / "state.json").write_text(state)
     shutil.rmtree(recipe.head_dir)
     (recipe.checkpoints_dir / "start.json").write_text("{")
-    with pytest.raises(ValueError, match=r"start\.json cannot be read .* remove .*checkpoints to start over"):
-        run(tiny_recipe(trained))
+    assert_raises(lambda: run(tiny_recipe(trained)), "start.json cannot be read | remove | checkpoints to start over")
 
 
 def test_more_prompts_continue_a_finished_run_with_the_same_draft_vocabulary_if_steps_are_left(trained, capsys):

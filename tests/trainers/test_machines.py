@@ -1,7 +1,4 @@
-"""Laws of launches on several machines: two launches on this one, each with a home and a working directory of its own.
-
-They share nothing but run_dir, and in some tests not even that.
-"""
+"""Laws of launches on several machines: two launches on this one, which share at most run_dir."""
 
 import os
 import signal
@@ -9,7 +6,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +21,21 @@ pytestmark = pytest.mark.slow
 
 ZERO = ["zero2", "zero3"]
 TRAINER = ROOT / "trainers/eagle.py"
-NONE: Mapping[str, str] = {}
 LONG = "train.steps=100000", "train.checkpoint_every=50"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    build_run(tmp_path)
-    return tmp_path
+    return build_run(tmp_path).parent
 
 
-def start_process(
-    command: list[str], cwd: Path | None = None, log: Any = subprocess.PIPE, variables: Mapping[str, str] = NONE
-) -> subprocess.Popen[str]:
+def start_process(command, cwd=None, log=subprocess.PIPE, **variables):
     environment = {**quiet_environment(ROOT), **variables}
     return subprocess.Popen(command, cwd=cwd, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
 
 
-def train_alone(folder: Path, *overrides: str, variables: Mapping[str, str] = NONE) -> None:
-    finish(start_process([sys.executable, str(TRAINER), str(folder / "recipe.yaml"), *overrides], variables=variables))
+def train_alone(folder: Path, *overrides: str, **variables: str) -> None:
+    finish(start_process([sys.executable, str(TRAINER), str(folder / "recipe.yaml"), *overrides], **variables))
 
 
 def free_port() -> int:
@@ -51,24 +43,18 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def launch_machine(
-    folder: Path, number: int, port: int, script: Path, *arguments: str, config: str = "ddp"
-) -> subprocess.Popen[str]:
-    home = folder / f"machine{number}"
-    home.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCHES / f"{config}.yaml")]
-    command += ["--num_processes", "2", "--num_machines", "2", "--machine_rank", str(number)]
-    command += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port), str(script), *arguments]
-    own = {"HOME": str(home), "HEADSTART_CACHE": str(home / "cache"), "DS_ACCELERATOR": "cpu"}
-    return start_process(command, home, variables=own)
-
-
 def launch_training(folder: Path, *by_machine: tuple[str, ...], config: str = "ddp") -> list[subprocess.Popen[str]]:
-    port, recipe = free_port(), str(folder / "recipe.yaml")
-    return [
-        launch_machine(folder, number, port, TRAINER, recipe, *mine, config=config)
-        for number, mine in enumerate(by_machine)
-    ]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCHES / f"{config}.yaml")]
+    launch += ["--num_processes", "2", "--num_machines", "2", "--main_process_ip", "127.0.0.1"]
+    launch += ["--main_process_port", str(free_port())]
+    machines = []
+    for number, mine in enumerate(by_machine):
+        home = folder / f"machine{number}"
+        home.mkdir(exist_ok=True)
+        command = [*launch, "--machine_rank", str(number), str(TRAINER), str(folder / "recipe.yaml"), *mine]
+        own = {"HOME": str(home), "HEADSTART_CACHE": str(home / "cache"), "DS_ACCELERATOR": "cpu"}
+        machines.append(start_process(command, home, **own))
+    return machines
 
 
 def train_together(folder: Path, run_dir: str, config: str) -> None:
@@ -125,10 +111,10 @@ def test_two_machines_that_share_only_a_bucket_train_what_one_trains(folder, mon
         own = {"HOME": str(folder / "machine1"), "HEADSTART_CACHE": str(folder / "machine1" / "cache")}
         for run_dir, variables in ((url, own), (f"run_dir={folder}/alone", {})):
             for steps in ("train.steps=8", "train.steps=12"):
-                train_alone(folder, run_dir, steps, variables=variables)
+                train_alone(folder, run_dir, steps, **variables)
         command = [sys.executable, "-m", "headstart.cli", "report", str(folder / "recipe.yaml"), url]
         own["HEADSTART_CACHE"] = str(folder / "third")
-        finish(start_process([*command, "report.num_prompts=2"], variables=own))
+        finish(start_process([*command, "report.num_prompts=2"], **own))
     assert (folder / "third/stores/s3" / BUCKET / "run/report/report.json").is_file()
     found = load_file(folder / "machine1/cache/stores/s3" / BUCKET / "run/head/model.safetensors")
     assert_close(found, load_file(folder / "alone/head/model.safetensors"), rtol=1e-6, atol=1e-6)
@@ -171,7 +157,7 @@ def test_under_torchrun_the_others_go_on_when_a_machine_is_lost(folder: Path) ->
         home = folder / f"machine{number}"
         home.mkdir()
         with (folder / f"log{number}").open("w") as log:
-            machines.append(start_process(command, home, log, {"HOME": str(home)}))
+            machines.append(start_process(command, home, log, HOME=str(home)))
         time.sleep(3)  # the first one is the meeting point
     try:
         wait_for_steps(shared, 60)
@@ -186,15 +172,11 @@ def test_under_torchrun_the_others_go_on_when_a_machine_is_lost(folder: Path) ->
     assert logged_step(shared / "metrics.jsonl") == 300
 
 
-def accelerate(processes: int) -> list[str]:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
-    return [*command, "--cpu", str(TRAINER)]
-
-
 def test_sigterm_to_accelerate_launch_saves_and_the_same_command_waits_for_the_checkpoint(folder: Path) -> None:
     log, arguments = folder / "log", [str(folder / "recipe.yaml"), *LONG, "train.checkpoint_every=100000"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu", str(TRAINER)]
     with log.open("w") as file:
-        launcher = start_process([*accelerate(1), *arguments], log=file)
+        launcher = start_process([*command, *arguments], log=file)
     wait_for_steps(folder / "run", 20)
     [trainer] = ranks_of(launcher)
     trainer.suspend()  # a trainer that takes long to save

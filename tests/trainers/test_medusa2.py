@@ -104,9 +104,8 @@ def test_the_head_changes_no_token_of_the_tuned_target(tuned: Recipe, harvested:
 def test_the_target_stays_bit_identical_at_a_learning_rate_of_0_and_in_the_warm_up(make_recipe, harvested, section):
     recipe = make_recipe("run", *MEDUSA, section)
     run(recipe)
-    before, after = (
-        load_file(folder / "model.safetensors") for folder in (harvested / "target", recipe.tuned_target_dir)
-    )
+    folders = harvested / "target", recipe.tuned_target_dir
+    before, after = (load_file(folder / "model.safetensors") for folder in folders)
     assert before.keys() == after.keys()
     assert all(weight.equal(before[name]) for name, weight in after.items())
     if recipe.joint.warmup_steps:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from headstart.data_pipelines.features.batches import Sample, TrainingBatch, length_buckets, pack
 from headstart.heads.base import LevelHead
-from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
 from headstart.trainers.objectives.objective import Objective
 from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead, input_noise
@@ -40,15 +39,10 @@ def head_and_samples(make_head: MakeHead, name: str) -> tuple[LevelHead, list[Sa
     return head.requires_grad_(True), samples
 
 
-def loss_and_gradients(
-    head: LevelHead, frozen: FrozenTarget, batch: TrainingBatch, noise: Tensor | None = None
-) -> dict[str, Tensor]:
+def loss_and_gradients(head, frozen, batch, noise):
     """The training loss, the sums that it consists of, and its gradient with respect to each weight."""
-    is_eagle1 = head.kind == "eagle1"
-    weight, regression_weight = (0.1, 1.0) if is_eagle1 else (1.0, 0.0)
-    objective = Objective(
-        "soft_cross_entropy", weight, regression_weight, unroll_weights=tuple(0.8**k for k in range(UNROLL))
-    )
+    weights = (0.1, 1.0) if head.kind == "eagle1" else (1.0, 0.0)
+    objective = Objective("soft_cross_entropy", *weights, unroll_weights=tuple(0.8**k for k in range(UNROLL)))
     unrolled = UnrolledHead(head, Teacher(frozen, head.vocab), objective)
     supervision = unrolled.teacher.supervise(batch)
     scores = unrolled(batch, supervision, supervision.counts(UNROLL), noise)

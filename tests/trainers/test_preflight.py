@@ -22,8 +22,7 @@ GIGABYTE = 10**9
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("preflight")
-    build_run(folder)
+    folder = build_run(tmp_path_factory.mktemp("preflight")).parent
     (folder / "empty.jsonl").write_text("\n\n")
     (folder / "one.jsonl").write_text('{"prompt": "import os"}\n')
     (folder / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "hello"}]}\n' * 20)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from tiny_run import make_dense
 from torch.testing import assert_close
 
 from headstart.data_pipelines.features.shards import FeatureStore
-from headstart.heads.base import DraftHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.block import BlockHead
 from headstart.heads.kinds.checkpoint import draft_vocab, load_head_for, new_head, save_head
@@ -43,8 +43,7 @@ def test_a_head_takes_over_the_weights_of_a_saved_one_exactly(frozen: FrozenTarg
     if isinstance(again, Eagle3Head | BlockHead | PEagleHead):
         again.scale_taps([4.0, 0.25, 8.0, 2.0, 16.0][: len(again.taps)])
     again.take_weights(load_head_for(tmp_path / "head", frozen))
-    for name, tensor in trained.engine_tensors().items():
-        assert torch.equal(again.engine_tensors()[name], tensor), name
+    assert_close(again.engine_tensors(), trained.engine_tensors(), rtol=0, atol=0)
 
 
 def logged(recipe: Recipe) -> list[dict[str, float]]:
@@ -73,15 +72,13 @@ def test_a_run_begins_where_the_other_one_ended(make_recipe, capsys, fields):
 
 def test_a_published_head_keeps_what_no_recipe_can_say(make_recipe, frozen, tmp_path):
     """A norm over all taps together, as some published EAGLE-3 heads have one."""
-    plain = new_head(Eagle3Section(kind="eagle3"), frozen, DraftVocab.full(300), seed=1)
-    assert isinstance(plain, Eagle3Head)
+    plain: Any = new_head(Eagle3Section(kind="eagle3"), frozen, DraftVocab.full(300), seed=1)
     published = Eagle3Head(replace(plain.shape, norm_before_fc=True), frozen, plain.vocab)
     published.load_state_dict(plain.state_dict(), strict=False)
     save_head(published, tmp_path / "published")
     recipe = make_recipe("run", f"train.start_from={tmp_path / 'published'}", "head.draft_vocab_size=null")
     run(recipe)
-    found: DraftHead = load_head_for(recipe.head_dir, frozen)
-    assert isinstance(found, Eagle3Head)
+    found: Any = load_head_for(recipe.head_dir, frozen)
     assert found.shape.norm_before_fc
 
 

@@ -23,23 +23,15 @@ from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe
 from headstart.recipes.schema_train import TrainSection
 from headstart.trainers import run
+from headstart.trainers import step as step_module
 from headstart.trainers.loop import SampleOrder
 from headstart.trainers.new_head import build_head, start_of_run
 from headstart.trainers.parallel import muon
 from headstart.trainers.parallel.head_on_ranks import ReplicatedHead, build_optimizers, set_learning_rates
 from headstart.trainers.parallel.launch import start_accelerator
-from headstart.trainers.step import (
-    StepResult,
-    Training,
-    TrainingInputs,
-    count_micro_batches,
-    refuse_nothing_to_learn,
-    tf32_allowed,
-    train_step,
-)
 
 
-def one_step(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[StepResult, dict[str, Tensor]]:
+def one_step(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[step_module.StepResult, dict[str, Tensor]]:
     found: dict[str, Tensor] = {}
 
     def watching(head_on_ranks: ReplicatedHead) -> float:
@@ -49,18 +41,18 @@ def one_step(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[StepResul
         return 1.0
 
     monkeypatch.setattr(ReplicatedHead, "update", watching)
-    training = start_training(recipe)
-    return train_step(training, 0, SampleOrder([5, 5, 2], recipe.seed).of_step(0, recipe.train.batch_size)), found
+    training, numbers = start_training(recipe), SampleOrder([5, 5, 2], recipe.seed).of_step(0, recipe.train.batch_size)
+    return step_module.train_step(training, 0, numbers), found
 
 
-def start_training(recipe: Recipe) -> Training:
+def start_training(recipe: Recipe) -> step_module.Training:
     features = harvest(recipe)
     stores = [FeatureStore(features.folder, split) for split in ("train", "heldout")]
     frozen = FrozenTarget.from_folder(locate_target(recipe.target.path), torch.float32)
     head = build_head(recipe, frozen, start_of_run(recipe, features, frozen, stores[0]))
     make_dense(head, 0.1)
-    inputs = TrainingInputs(frozen, stores[0], stores[1], None)
-    return Training.start(recipe, head, inputs, start_accelerator(recipe), None)
+    inputs = step_module.TrainingInputs(frozen, stores[0], stores[1], None)
+    return step_module.Training.start(recipe, head, inputs, start_accelerator(recipe), None)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +88,7 @@ def test_a_run_without_a_token_to_learn_stops_before_its_first_step(make_recipe,
     recipe = make_recipe("run", f"head={head}")
     shutil.rmtree(recipe.features_dir)  # it has the taps of an EAGLE-3 head
     training = start_training(recipe)
-    refuse_nothing_to_learn(training)
+    step_module.refuse_nothing_to_learn(training)
     samples = []
     for number in range(3):
         sample = vars(training.inputs)[split][number]
@@ -106,7 +98,7 @@ def test_a_run_without_a_token_to_learn_stops_before_its_first_step(make_recipe,
         training.head.unrolled.teacher.column.fill_(-1)  # a draft vocabulary without any choice of the target
     spoiled: dict[str, Any] = {split: samples}
     with pytest.raises(ValueError, match="samples hold no token to learn"):
-        refuse_nothing_to_learn(replace(training, inputs=replace(training.inputs, **spoiled)))
+        step_module.refuse_nothing_to_learn(replace(training, inputs=replace(training.inputs, **spoiled)))
 
 
 def test_one_micro_batch_of_features_is_in_memory_at_a_time(make_recipe, monkeypatch):
@@ -125,7 +117,7 @@ def test_one_micro_batch_of_features_is_in_memory_at_a_time(make_recipe, monkeyp
     one_step(recipe, monkeypatch)
     assert len(alive) == 4 + 3  # counted, then trained on; the last one is not read again
     assert most[0] <= 2  # the next one is read before the variable drops the one before
-    *earlier, last = count_micro_batches(start_training(recipe), 0, list(range(8)))
+    *earlier, last = step_module.count_micro_batches(start_training(recipe), 0, list(range(8)))
     assert len(earlier) == 3
     assert not any(each.supervision.last_hidden.untyped_storage().nbytes() for each in earlier)
     assert [each.features for each in earlier] == [None] * 3
@@ -149,7 +141,7 @@ def test_training_in_bfloat16_follows_training_in_float32(make_recipe: Callable[
     for precision in ("float32", "bfloat16"):
         training = start_training(make_recipe("run", f"head={head}", f"train.precision={precision}"))
         order = SampleOrder(training.inputs.train.shard_sizes, seed=3)
-        results = [train_step(training, step, order.of_step(0, 3)) for step in range(6)]
+        results = [step_module.train_step(training, step, order.of_step(0, 3)) for step in range(6)]
         losses[precision] = torch.stack([result.sums[1] / result.sums[0] for result in results])  # [steps, levels]
         state = training.head.optimizer_state().values()
         assert {tensor.dtype for tensor in (*training.head.unrolled.head.parameters(), *state)} == {torch.float32}
@@ -162,10 +154,10 @@ def test_training_on_a_gpu_allows_tf32_and_leaves_it_off_for_everything_else() -
     """Float32 recipes trained at a sixth of a GPU's speed. Decoding keeps exact products, which lossless texts need."""
     matmul = torch.backends.cuda.matmul
     for device, allowed in (("cuda", True), ("cpu", False)):
-        with tf32_allowed(torch.device(device)):
+        with step_module.tf32_allowed(torch.device(device)):
             assert matmul.allow_tf32 is allowed
         assert not matmul.allow_tf32
-    with pytest.raises(ZeroDivisionError), tf32_allowed(torch.device("cuda")):
+    with pytest.raises(ZeroDivisionError), step_module.tf32_allowed(torch.device("cuda")):
         raise ZeroDivisionError
     assert not matmul.allow_tf32
 

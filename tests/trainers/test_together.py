@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bad_inputs import assert_message
+from bad_inputs import assert_message, assert_raises
 from tiny_run import build_run, tiny_recipe
 
 from headstart.common.process import refuse_separate_processes
@@ -67,8 +67,7 @@ def test_processes_started_apart_are_refused_with_the_command_that_was_meant(mon
 
 def test_what_one_rank_refuses_ends_all_with_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(together, "gather_object", lambda own: [*own, (None, "data.prompts: x.jsonl given")])
-    with pytest.raises(ValueError, match=r"rank 1 stopped: data\.prompts: x\.jsonl given"):
-        together.on_all_ranks(lambda: 7)
+    assert_raises(lambda: together.on_all_ranks(lambda: 7), "rank 1 stopped: data.prompts: x.jsonl given")
     monkeypatch.setattr(together, "gather_object", lambda own: [*own, (8, None)])
     assert together.on_all_ranks(lambda: 7) == [7, 8]
     with pytest.raises(FileNotFoundError):

@@ -5,26 +5,24 @@ import random
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bad_inputs import assert_message
 from launches import ROOT, finish
 from safetensors.torch import load_file
-from tiny_run import build_run, contents, logged_step, quiet_environment
+from test_machines import start_process
+from tiny_run import build_run, contents, logged_step
 
 from headstart.heads.target_config import TargetOrigin
 
 
-def start(recipe: Path, *overrides: str) -> subprocess.Popen[str]:
+def start(recipe: Path, *overrides: str) -> Any:
     command = [sys.executable, str(ROOT / "trainers/eagle.py"), str(recipe), *overrides]
-    environment = {**quiet_environment(ROOT), "ACCELERATE_USE_CPU": "true"}
-    return subprocess.Popen(
-        command, cwd=recipe.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    return start_process(command, recipe.parent, ACCELERATE_USE_CPU="true")
 
 
 EVALUATED = "train.eval_prompts=1"

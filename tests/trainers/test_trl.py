@@ -113,9 +113,8 @@ def test_a_process_beside_the_trainer_makes_the_same_head(recipe, tmp_path, capf
 
 
 def test_rollouts_are_the_texts_without_padding_and_tools_are_not_learned(recipe: Recipe, tmp_path: Path) -> None:
-    callback = RefreshCallback(
-        make_trainer(recipe, tmp_path, Recorder()), recipe.head_dir, tmp_path / "heads", tokens=4
-    )
+    trainer = make_trainer(recipe, tmp_path, Recorder())
+    callback = RefreshCallback(trainer, recipe.head_dir, tmp_path / "heads", tokens=4)
     batch = {
         "prompt_ids": torch.tensor([[0, 5, 6], [7, 8, 9]]),
         "prompt_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
@@ -124,10 +123,8 @@ def test_rollouts_are_the_texts_without_padding_and_tools_are_not_learned(recipe
     }
     callback.keep([batch | {"tool_mask": torch.tensor([[1, 1, 1, 1], [1, 0, 1, 1]])}])
     assert [each.tokens for each in callback.rollouts] == [[5, 6, 10, 11], [7, 8, 9, 12, 13, 14]]
-    assert [each.loss_mask for each in callback.rollouts] == [
-        [False, False, True, True],
-        [False, False, False, True, False, True],
-    ]
+    masks = [[*map(int, each.loss_mask)] for each in callback.rollouts]
+    assert masks == [[0, 0, 1, 1], [0, 0, 0, 1, 0, 1]]
     callback.keep([batch])  # 4 tokens of answers are kept, or none of a text
     assert [each.tokens for each in callback.rollouts] == [[7, 8, 9, 12, 13, 14]]
 
