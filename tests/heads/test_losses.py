@@ -9,7 +9,7 @@ from torch import Tensor
 from headstart.heads import losses
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-NAMES = ["soft_cross_entropy", "acceptance", *losses.OBJECTIVES.keys() - {"soft_cross_entropy"}]
+NAMES = [*dict.fromkeys(["soft_cross_entropy", "acceptance", *losses.OBJECTIVES])]
 POSITIONS, VOCAB = 40, 9
 
 
