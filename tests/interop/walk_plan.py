@@ -60,7 +60,7 @@ BY_HAND = {
     r"tests/interop/\w+\.py": "run by a make target: check-vllm, check-speculators, check-clients, check-page",
     r"self_pictures=": "needs pictures and a target that reads them; see tests/data/test_self_pictures.py",
     r"^make walk$": "is this walk",
-    r"^make check-targets$|target_families\.py( --(bits|write|list \w+))?$": "half an hour; when transformers is updated",
+    r"^make check-targets$|target_families\.py( --(bits|write|list \w+))?$": "half an hour; run for a new transformers",
     r"^headstart targets (NAME|Qwen/|path/)": "names a user's own model; see tests/inference/targets/test_targets.py",
     r"^pip install timm$": "what transformers says of some model types, which are not tried",
     r" PYTHON=python3\.12$": "needs another Python; run when a lower bound changes",
