@@ -117,9 +117,8 @@ class DecodeStep:
         """Launch the next step, then read the one in flight; returns the new tokens of that one."""
         started, last = time.perf_counter(), self.in_flight
         assert last is not None
-        held = self.batch.cache.target.lengths
         self._launch(last)
-        blocks, lengths = self._read(last, held)
+        blocks, lengths = self._read(last)
         self.batch.cache.target.lengths = lengths  # they are on the device
         self._observe_costs(last.drafted, started)
         return blocks
@@ -128,7 +127,7 @@ class DecodeStep:
         """Read the step in flight; rows that had ended before it take no tokens of it."""
         last, self.in_flight, slots = self.in_flight, None, self.batch.cache.target
         assert last is not None
-        blocks, lengths = self._read(last, slots.lengths)
+        blocks, lengths = self._read(last)
         slots.set_lengths(lengths)
         if started is not None:
             self._observe_costs(last.drafted, started)
@@ -160,14 +159,12 @@ class DecodeStep:
             return False
         return not self.with_logits and all(row.request.speculative or not self.drafts for row in rows)
 
-    def _read(self, step: InFlight, held: list[int]) -> tuple[list[EmittedTokens], list[int]]:
-        """Record a captured step of rows that held so many tokens before; returns how many they hold now."""
-        rows, accepted, output = self.batch.rows, step.read(), step.output
-        lengths = [
-            len(row.text) - 1 if row.ended else length + len(each.path)
-            for row, length, each in zip(rows, held, accepted, strict=True)
-        ]
-        if self.drafts and self.speculation is not None and step.drafted is not None:
+    def _read(self, step: InFlight) -> tuple[list[EmittedTokens], list[int]]:
+        """Record a captured step; returns how many tokens the target's slots now hold of each row."""
+        accepted, output = step.read(), step.output
+        rows = zip(self.batch.rows, accepted, strict=True)
+        lengths = [len(row.text) - 1 + (0 if row.ended else len(each.path)) for row, each in rows]
+        if self.speculation is not None and step.drafted is not None:
             self.speculation.observe(accepted, step.drafted.nodes, step.drafted.levels)
         assert self.batch.static is not None
         moved, paths = self.batch.static.bytes_moved(output), output.followed.paths

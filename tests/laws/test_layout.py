@@ -44,7 +44,7 @@ BUDGETS = {
     "inference/core": 2_520,
     "inference/doctor": 722,
     "inference/drafters": 2_106,
-    "inference/engine": 1_856,
+    "inference/engine": 1_853,
     "inference/generate": 1_181,
     "inference/images": 454,
     "inference/kernels": 1_852,
