@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from headstart.inference.kernels.matmul import kernels_on_gpu, order_products, weights_read_by
 from headstart.inference.kernels.outside_graph import CURRENT, outside_graph
-from headstart.inference.kernels.private import forget_file_pages
+from headstart.inference.kernels.private import forget_file_pages, mapped_files
 from headstart.inference.kernels.products import (
     EightBits,
     Product,
@@ -141,7 +141,7 @@ def pack_weights(model: nn.Module, exact: bool) -> bool:
     for parent, name, layer in [each for each in linear_layers(model, "Conv1D") if can_pack(each[-1].weight)]:
         setattr(parent, name, as_linear(layer))
     groups = siblings([each for each in linear_layers(model) if can_pack(each[-1].weight)])
-    was_packed = bool(groups)
+    was_packed, files = bool(groups), mapped_files()
     while groups:  # a group's own weights are freed as soon as it is packed
         layers = groups.pop(0)
         linears = [linear for *_, linear in layers]
@@ -154,7 +154,7 @@ def pack_weights(model: nn.Module, exact: bool) -> bool:
         product = JointProduct(packed, [linear.out_features for linear in linears])
         for number, (parent, name, linear) in enumerate(layers):
             setattr(parent, name, JointLinear(product, number, linear) if len(layers) > 1 else packed)
-        forget_file_pages([linear.weight for linear in linears])
+        forget_file_pages([linear.weight for linear in linears], files)
     for weight in model.parameters():
         remember_eight_bits(weight, None)
     if was_packed:

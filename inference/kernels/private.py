@@ -88,9 +88,13 @@ def use_huge_pages() -> None:
             advise(start, end, HUGE_PAGE_BYTES, MADV_COLLAPSE)
 
 
-def forget_file_pages(weights: Sequence[Tensor]) -> None:
-    """Let weights that lie in a mapped file take up no memory until they are read again."""
-    files = [(start, end) for start, end, _, is_file, _ in mapped_regions() if is_file]
+def mapped_files() -> list[tuple[int, int]]:
+    """Where files are mapped in this process's memory on Linux: first address, and the one after the last."""
+    return [(start, end) for start, end, _, is_file, _ in mapped_regions() if is_file]
+
+
+def forget_file_pages(weights: Sequence[Tensor], files: Sequence[tuple[int, int]]) -> None:
+    """Let weights that lie in mapped `files` take up no memory until they are read again."""
     for start, size in ((weight.data_ptr(), weight.nbytes) for weight in weights):
         if any(first <= start and start + size <= last for first, last in files):
             advise(start, start + size, mmap.PAGESIZE, mmap.MADV_DONTNEED)

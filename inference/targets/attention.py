@@ -304,6 +304,8 @@ def use_grouped_attention(model: PreTrainedModel) -> None:
     Others keep their attention.
     """
     own = model.config._attn_implementation
+    if own == GROUPED:  # loaded before, or made with the configuration of a model that uses ours
+        own = vars(model).get(OWN_ATTENTION, "eager" if has_caps_or_sinks(model) else SDPA)
     if own == SDPA or (own == "eager" and model.device.type == "cpu" and has_kernels() and has_caps_or_sinks(model)):
         vars(model)[OWN_ATTENTION] = own
         model.set_attn_implementation(GROUPED)

@@ -264,6 +264,13 @@ def test_a_tree_gets_the_logits_of_transformers_own_attention(name: str) -> None
     assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
+def test_the_own_attention_of_a_model_with_the_configuration_of_a_running_target_was_not_known(target) -> None:
+    copy = TargetModel(type(target.model)(target.model.config), ())
+    with own_attention_of(copy.model):
+        assert copy.model.config._attn_implementation == SDPA
+    assert copy.model.config._attn_implementation == GROUPED
+
+
 def test_the_baseline_runs_on_transformers_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """`generate` is what users compare with, so it must not run on our code."""
     target = TargetModel(FAMILIES["llama"](), ())
