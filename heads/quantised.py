@@ -58,8 +58,8 @@ def dequantised(tensor: Tensor, scales: list[Tensor], name: str) -> Tensor:
     is_known = len(scales) == 1 and scales[0].is_floating_point() and tensor.ndim == 2
     if not is_known or tensor.dtype not in ONE_BYTE:
         advice = (
-            "floating point, or int8 and float8 matrices with one tensor of scales, are allowed for embedding, lm_head "
-            "and MTP layer: give a target that is quantised so, or not there"
+            "floating point, or int8 and float8 matrices with one tensor of scales, are allowed for a head, and for a "
+            "target's embedding, lm_head and MTP layer: give one that is quantised so, or not there"
         )
         raise ValueError(f"{name} is stored as {tensor.dtype}, which is not understood; {advice}")
     return tensor.float() * in_each_block(scales[0], tensor.shape)

@@ -22,7 +22,7 @@ from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.trainers.objectives.unrolled import HeadInTraining
 
-HELD_OUT = "held out"  # decides which blocks of a held-out text are scored, the same ones at every measurement
+BLOCKS_SEED = "held out"  # decides which blocks of a held-out text are scored, the same ones at every measurement
 TEMPERATURES = {"tau": 0.0, "tau_t1": 1.0}  # metric of acceptance length -> the temperature it is measured at
 
 
@@ -79,7 +79,7 @@ def held_out_metrics(unrolled: HeadInTraining, store: SampleStore, batch_size: i
         store.expect([numbers])
         batch = store.batch_of(numbers).to(embedding.device, embedding.dtype)
         batch = unrolled.teacher.with_drafted(store, numbers, batch)
-        supervision = unrolled.supervise(batch, HELD_OUT)
+        supervision = unrolled.supervise(batch, BLOCKS_SEED)
         scores = unrolled(batch, supervision, supervision.counts(unroll))
         total += scores.sums().cpu()
         if scores.divergence is not None:

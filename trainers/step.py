@@ -14,7 +14,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.recipes import Recipe
 from headstart.recipes.schema_train import TrainSection
-from headstart.trainers.evaluation import HELD_OUT, HeldOutDecoding
+from headstart.trainers.evaluation import BLOCKS_SEED, HeldOutDecoding
 from headstart.trainers.objectives.block import BlockSupervision, TrainedBlocks
 from headstart.trainers.objectives.medusa2 import JointHead, TrainableTarget
 from headstart.trainers.objectives.objective import Objective
@@ -123,7 +123,7 @@ def refuse_nothing_to_learn(training: Training) -> None:
         outside = 0
         for sample in (store[number] for number in range(len(store))):
             with training.autocast():
-                supervision = unrolled.supervise(TrainingBatch.collate([sample], dtype, device), HELD_OUT)
+                supervision = unrolled.supervise(TrainingBatch.collate([sample], dtype, device), BLOCKS_SEED)
             if supervision.counts(unrolled.objective.unroll)[0] > 0:
                 break
             outside += supervision.outside

@@ -23,13 +23,13 @@ from torch import Tensor
 from headstart.inference.core.request import Sequence
 from headstart.inference.engine.loop import DecodeLoop
 
-HELD_OUT = 8  # one prompt in eight judges heads and is never trained on
+JUDGES_ONE_IN = 8  # one prompt in eight judges heads and is never trained on
 PAGE = 32 * 2**20  # bytes of an answer, or one request
 
 
 def is_held_out(prompt: list[int]) -> bool:
     """Whether texts after this prompt judge heads; the same prompt is always on one side."""
-    return crc32(array("q", prompt).tobytes()) % HELD_OUT == 0
+    return crc32(array("q", prompt).tobytes()) % JUDGES_ONE_IN == 0
 
 
 @dataclass(frozen=True)
