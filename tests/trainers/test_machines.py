@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,21 @@ TRAINER = ROOT / "trainers/eagle.py"
 LONG = "train.steps=100000", "train.checkpoint_every=50"
 
 
+STARTED: list[subprocess.Popen[Any]] = []  # by the running test
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return build_run(tmp_path).parent
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield build_run(tmp_path).parent
+    while STARTED:
+        end_all(STARTED.pop())
 
 
 def start_process(command, cwd=None, log=subprocess.PIPE, **variables):
     environment = {**quiet_environment(ROOT), **variables}
-    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
+    started = subprocess.Popen(command, cwd=cwd, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
+    STARTED.append(started)
+    return started
 
 
 def train_alone(folder: Path, *overrides: str, **variables: str) -> None:
@@ -64,11 +72,7 @@ def train_together(folder: Path, run_dir: str, config: str) -> None:
 
 
 def outputs(machines: list[subprocess.Popen[str]], seconds: float = 300) -> list[str]:
-    try:
-        return [machine.communicate(timeout=seconds)[0] for machine in machines]
-    finally:
-        for machine in machines:
-            end_all(machine)
+    return [machine.communicate(timeout=seconds)[0] for machine in machines]
 
 
 def end_all(machine: subprocess.Popen[Any]) -> None:
@@ -159,13 +163,9 @@ def test_under_torchrun_the_others_go_on_when_a_machine_is_lost(folder: Path) ->
         with (folder / f"log{number}").open("w") as log:
             machines.append(start_process(command, home, log, HOME=str(home)))
         time.sleep(3)  # the first one is the meeting point
-    try:
-        wait_for_steps(shared, 60)
-        end_all(machines[1])
-        assert machines[0].wait(150) == 0
-    finally:
-        for machine in machines:
-            end_all(machine)
+    wait_for_steps(shared, 60)
+    end_all(machines[1])
+    assert machines[0].wait(150) == 0
     printed = (folder / "log0").read_text()
     assert "resuming after step" in printed
     assert "head written to" in printed
@@ -188,6 +188,4 @@ def test_sigterm_to_accelerate_launch_saves_and_the_same_command_waits_for_the_c
         while said not in (line := again.stdout.readline()):
             assert line, "the command ended"
         os.kill(trainer.pid, signal.SIGCONT)
-    again.kill()
-    again.communicate()
     assert "SIGTERM: saved after step" in log.read_text()
