@@ -25,7 +25,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def kernels_on_gpu(name: str) -> Any:
-    """A module of Triton kernels: ordered, fused, few_rows or lm_head."""
+    """A module of Triton kernels: attention, ordered, fused, few_rows or lm_head."""
     return import_module(f"headstart.inference.kernels.gpu.{name}")
 
 

@@ -79,12 +79,9 @@ def grouped_attention(
             for queries, (keys, values), mask in parts
         ]
         return torch.cat(attended).unsqueeze(0), None
-    places = vars(attention_mask).get("places") if isinstance(attention_mask, Tensor) else None
     is_plain, more = options.get("position_bias") is None, (options.get("softcap"), options.get("s_aux"))
-    if is_plain and more == (None, None) and places is not None:
-        return kernels_on_gpu("ordered").attention(query, key, value, places, scaling), None
     if is_plain and more == (None, None) and (keys := keys_of(attention_mask)) is not None:
-        return kernels_on_gpu("fused").attention(query, key, value, keys, scaling), None
+        return kernels_on_gpu("attention").attention(query, key, value, keys, scaling), None
     if is_plain and can_attend(query, key, value, attention_mask):
         is_causal = options.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -201,7 +198,7 @@ class FusedHeadAttention(FusedForward):
             joint, (cosines, sines), None, (keys, values), cache.starts, cache.pending
         )
         if (visible := keys_of(mask)) is not None:
-            mixed = kernels_on_gpu("fused").attention(query, keys, values, visible)
+            mixed = kernels_on_gpu("attention").attention(query, keys, values, visible)
         else:
             mixed = attention(query, keys, values, mask).transpose(1, 2)
         return module.o_proj(mixed.flatten(2))

@@ -398,7 +398,7 @@ class Passes:
         make = partial(block_mask, slots, block, self.dtype, carries_keys=self.by_block)
         masks = {kind: make(window=window) for kind, window in self.windows.items()}
         for kind, mask in masks.items() if self.by_position else ():
-            vars(mask)["places"] = Places.of(slots, block, self.windows[kind])
+            vars(mask)["keys"] = Places.of(slots, block, self.windows[kind])
         return masks
 
 

@@ -46,9 +46,9 @@ few = settings(max_examples=30, deadline=None)
 def gpu() -> ModuleType:
     if os.environ.get("TRITON_INTERPRET") != "1":  # before torch imports Triton
         pytest.skip("make check-kernels runs it")
-    module: Any = importlib.import_module("headstart.inference.kernels.gpu.fused")
+    module: Any = importlib.import_module("headstart.inference.kernels.gpu.attention")
     module.BLOCK, module.PARTS_MAX = 16, 3  # so small that a short text has several
-    return module
+    return kernels_on_gpu("fused")
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -132,7 +132,8 @@ def test_attention_to_parts_is_masked_attention(gpu, lengths, sizes, window, sta
     query = numbers(rows, key_heads * group, nodes, size, dtype=dtype)
     mask, carrier = (block_mask(slots, block, dtype, window, carries) for carries in (False, True))
     keys, values = slots.append(0, *new)
-    found, seen = gpu.attention(query, keys, values, keys_of(carrier), 0.3), mask[..., : keys.shape[2]] == 0
+    attend = kernels_on_gpu("attention").attention
+    found, seen = attend(query, keys, values, keys_of(carrier), 0.3), mask[..., : keys.shape[2]] == 0
     wanted = attention.attention_with_caps(query.float(), keys.float(), values.float(), seen, 0.3, None, None)
     assert_close(found, wanted.to(dtype), **CLOSE[dtype])
 
@@ -237,7 +238,8 @@ def test_a_step_of_32_layers_launches_few_kernels(gpu, make_model, monkeypatch, 
         run()
         with monkeypatch.context() as patch, seen:
             for name in KERNELS:
-                patch.setattr(gpu, name, counted(name, getattr(gpu, name)))
+                module = gpu if name in vars(gpu) else kernels_on_gpu("attention")
+                patch.setattr(module, name, counted(name, getattr(module, name)))
             run()
         assert {*KERNELS} <= {*seen.seen}
         return seen.seen.total()

@@ -101,7 +101,7 @@ def test_attention_to_parts_of_the_keys_equals_attention_under_a_mask(nodes: int
     mask, carrier = (block_mask(slots, block, query.dtype, carries_keys=carries) for carries in (False, True))
     key, value = slots.layers[0]
     visible: Any = keys_of(carrier)
-    found = kernels_on_gpu("fused").attention(query, key, value, visible).float()
+    found = kernels_on_gpu("attention").attention(query, key, value, visible).float()
     wanted = folded_attention(query.float(), key.float(), value.float(), mask.float(), None).transpose(1, 2)
     assert (found - wanted).norm() < 0.01 * wanted.norm()
 
