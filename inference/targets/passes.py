@@ -266,9 +266,16 @@ class Passes:
         logits_at: list[int] | None,
         images: Images | None = None,
     ) -> TargetOutput:
-        """Prefill a row with recurrent states, which holds the first `before` tokens of its text, further."""
+        """Prefill a row, which holds the first `before` tokens of its text, further."""
         states = row.recurrent
-        assert states is not None
+        row.set_lengths([before])
+        if states is None:
+            positions = mask = None
+            if before:
+                block = causal_block(tokens.shape[1], self.device)
+                assert block.depths is not None
+                positions, mask = row.target.positions(block.depths), self.masks(row.target, block)
+            return self.forward(tokens, positions, mask, row, logits_at=logits_at, images=images)
         if before and not self.verifies_drafts and tokens.shape[1] > 1:
             single = [self.prefill(token, row, before + index, None) for index, token in enumerate(tokens.split(1, 1))]
             logits, *others = (torch.cat(parts, dim=1) for parts in zip(*map(fields_of, single), strict=True))
@@ -284,8 +291,6 @@ class Passes:
                 tokens, positions, None, cache, logits_at, use_cache=True, images=images
             )
         else:
-            assert isinstance(states, LayerStates)
-            row.set_lengths([before])
             output = self._from_states(tokens, row, logits_at, is_sure=before > 0, images=images)
         states.commit([0])
         return output
@@ -295,12 +300,8 @@ class Passes:
     ) -> TargetOutput:
         """Prefill an empty row with the beginning of a prompt, up to the end of its last image, by the model's own
         positions and masks. Raises ValueError if these refuse the images."""
-        row.set_lengths([0])
         try:
-            if row.recurrent is not None:
-                output = self.prefill(tokens, row, 0, logits_at, images)
-            else:
-                output = self.forward(tokens, cache=row, logits_at=logits_at, images=images)
+            output = self.prefill(tokens, row, 0, logits_at, images)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a model may raise anything for tensors that do not belong together
