@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from headstart.inference.core.constraint import ConstraintState, masked_tree
+from headstart.inference.core.constraint import GuardedState, masked_tree
 from headstart.inference.core.drafter import Situation
 from headstart.inference.core.gumbel import GumbelTable
 from headstart.inference.core.history import History
@@ -357,9 +357,9 @@ def drafter_taps(
     return taps if columns is None else taps.index_select(-1, columns)
 
 
-def constraints_of(rows: list[Sequence]) -> list[ConstraintState | None]:
+def constraints_of(rows: list[Sequence]) -> list[GuardedState | None]:
     """The state of each row's constraint; empty if no row has one."""
-    states: list[ConstraintState | None] = [row.constraint for row in rows]
+    states: list[GuardedState | None] = [row.constraint for row in rows]
     return states if any(state is not None for state in states) else []
 
 
