@@ -218,9 +218,9 @@ class Fused(FusedForward):
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Fuse the RMS norms that compute the usual formula: each is tried on made-up hidden states."""
+    """Fuse the RMS norms that round to the dtype before the weight is applied, as Llama's: each is tried."""
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm") and "forward" not in vars(module) and is_usual(module):
+        if type(module).__name__.endswith("RMSNorm") and "forward" not in vars(module) and offset_of(module) == 0:
             on_cpu = isinstance(module.weight, Tensor) and module.weight.is_cpu
             compute = ordered_norm(module) if on_cpu else partial(normed, module, epsilon(module))
             vars(module)["forward"] = Fused(module, compute)
@@ -247,11 +247,6 @@ def ordered_norm(module: nn.Module) -> Callable[[Tensor], Tensor]:
 def epsilon(module: nn.Module) -> float | None:
     value = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     return value if isinstance(value, float) else None
-
-
-def is_usual(module: nn.Module) -> bool:
-    """Is it weight * hidden / sqrt(mean(hidden^2) + eps), rounded to the dtype before the weight is applied?"""
-    return offset_of(module) == 0
 
 
 @torch.no_grad()
