@@ -249,14 +249,17 @@ class Passes:
         lengths = list(slots.lengths)
         slots.set_lengths([length - len(states.window(row)) for row, length in enumerate(lengths)])
         states.load(cache.layers, len(lengths) if max(lengths) else 0, is_sure)
-        positions = mask = None
-        if max(lengths):
-            block = causal_block(tokens.shape[1], self.device)
-            assert block.depths is not None
-            positions, mask = slots.positions(block.depths), self.masks(slots, block)
-        output = self.forward(tokens, positions, mask, cache, logits_at=logits_at, images=images)
+        output = self.forward(tokens, *self._after(slots, tokens), cache, logits_at=logits_at, images=images)
         slots.set_lengths(lengths)
         return output
+
+    def _after(self, slots: Slots, tokens: Tensor) -> tuple[Tensor | None, Masks | None]:
+        """The positions and mask of tokens that come after those in the slots; None each at the start of a text."""
+        if not max(slots.lengths):
+            return None, None
+        block = causal_block(tokens.shape[1], self.device)
+        assert block.depths is not None
+        return slots.positions(block.depths), self.masks(slots, block)
 
     def prefill(
         self,
@@ -270,12 +273,7 @@ class Passes:
         states = row.recurrent
         row.set_lengths([before])
         if states is None:
-            positions = mask = None
-            if before:
-                block = causal_block(tokens.shape[1], self.device)
-                assert block.depths is not None
-                positions, mask = row.target.positions(block.depths), self.masks(row.target, block)
-            return self.forward(tokens, positions, mask, row, logits_at=logits_at, images=images)
+            return self.forward(tokens, *self._after(row.target, tokens), row, logits_at=logits_at, images=images)
         if before and not self.verifies_drafts and tokens.shape[1] > 1:
             single = [self.prefill(token, row, before + index, None) for index, token in enumerate(tokens.split(1, 1))]
             logits, *others = (torch.cat(parts, dim=1) for parts in zip(*map(fields_of, single), strict=True))
