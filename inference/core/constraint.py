@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -25,8 +25,8 @@ class ConstraintState(Protocol):
         There is at least one, unless the constraint has become too large to compute; then the text ends in an error.
         """
 
-    def advance(self, tokens: list[int]) -> int:
-        """Continue the text with these tokens up to the first that is not allowed; returns how many are allowed."""
+    def advance(self, token: int) -> bool:
+        """Continue the text with an allowed token; returns whether the constraint can still be computed."""
 
 
 @runtime_checkable
@@ -46,6 +46,7 @@ class GuardedState:
 
     def __init__(self, constraint: Constraint, vocab_size: int) -> None:
         self.constraint, self.nothing = constraint, torch.zeros(vocab_size, dtype=torch.bool)
+        self.masks: dict[Path, Tensor] = {}  # after the present text; drafts and their target need the same ones
         self.error: Exception | None = None
 
     @cached_property
@@ -53,10 +54,18 @@ class GuardedState:
         return self.constraint.start()
 
     def allowed(self, path: Path) -> Bool[Tensor, " vocab"]:
-        return self._unless_failed(lambda: self.state.allowed(path), self.nothing)
+        if path not in self.masks:
+            self.masks[path] = self._unless_failed(lambda: self.state.allowed(path), self.nothing)
+        return self.masks[path]
 
     def advance(self, tokens: list[int]) -> int:
-        return self._unless_failed(lambda: self.state.advance(tokens), 0)
+        """Continue the text with these tokens up to the first that is not allowed; returns how many are allowed."""
+        for count, token in enumerate(tokens):
+            is_allowed = bool(self.allowed(())[token])
+            self.masks.clear()
+            if not is_allowed or not self._unless_failed(partial(self.state.advance, token), False):
+                return count
+        return len(tokens)
 
     def _unless_failed(self, work: Callable[[], Result], otherwise: Result) -> Result:
         if self.error is None:
@@ -67,7 +76,7 @@ class GuardedState:
         return otherwise
 
 
-GrammarStates = Sequence[ConstraintState | None]  # one per row; None: a row without a constraint
+GrammarStates = Sequence[GuardedState | None]  # one per row; None: a row without a constraint
 
 
 def masked_roots(states: GrammarStates, logits: Float[Tensor, "rows 1 vocab"]) -> Float[Tensor, "rows 1 vocab"]:
@@ -142,14 +151,14 @@ class LevelConstraint:
         return LevelConstraint(self.states, paths)
 
 
-def follow(state: ConstraintState | None, path: Path | None, token: int) -> Path | None:
+def follow(state: GuardedState | None, path: Path | None, token: int) -> Path | None:
     """The path continued with a token; None if the token is not allowed."""
     if path is None or (state is not None and not bool(state.allowed(path)[token])):
         return None
     return (*path, token)
 
 
-def only_token(state: ConstraintState | None, path: Path | None) -> int | None:
+def only_token(state: GuardedState | None, path: Path | None) -> int | None:
     """The only token that may follow the path; None if there is a choice."""
     if state is None or path is None:
         return None

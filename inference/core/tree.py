@@ -239,8 +239,8 @@ class VisibleKeys:
         return mask
 
 
-def keys_of(mask: object) -> VisibleKeys | None:
-    """The keys that a stand-in for a mask carries; None for masks."""
+def keys_of(mask: object) -> "VisibleKeys | Places | None":
+    """The keys that a mask, or a stand-in for one, carries for kernels of ours; None for other masks."""
     return vars(mask).get("keys") if isinstance(mask, Tensor) else None
 
 

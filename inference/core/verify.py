@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headstart.inference.core.cache import Slots
-from headstart.inference.core.constraint import ConstraintState, LevelConstraint
+from headstart.inference.core.constraint import GuardedState, LevelConstraint
 from headstart.inference.core.history import History
 from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.tree import Tree, take
@@ -166,7 +166,7 @@ class VerifiedRow:
     remaining: int  # draft tokens that the row can still use
     key: int = 0  # unique in this process: a drafter may store data of a row by its key
     accepted: Accepted | None = None  # the path of the last tree; None after prefill
-    constraint: ConstraintState | None = None
+    constraint: GuardedState | None = None
 
     @property
     def end(self) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.side_by_side import Part
 from headstart.inference.core.tree import Tree
-from headstart.inference.engine.prefill import chunk_part, prefill_chunk, prefill_prompts
+from headstart.inference.engine.prefill import chunk_part, prefill_prompts
 from headstart.inference.kernels import Difference, Trace
 from headstart.inference.targets.model import TargetModel
 
@@ -63,8 +63,8 @@ class TracedText:
         """Read the prompt from `start` on, in chunks of this many tokens; returns the last logits."""
         size, logits = chunk or self.prompt, torch.empty(0)
         for before in range(start, self.prompt, size):
-            tokens = self.tokens[before : min(before + size, self.prompt)]
-            logits = prefill_chunk(self.target, tokens, row, before).logits[0]
+            tokens = torch.tensor([self.tokens[before : min(before + size, self.prompt)]], device=self.target.device)
+            logits = self.target.passes.prefill(tokens, row, before, [tokens.shape[1] - 1]).logits[0]
         return logits
 
     def tree(self, first: int, nodes: int, has_siblings: bool) -> tuple[list[int], list[int], list[int]]:

@@ -1,13 +1,13 @@
 """A head's files split into parts that can be exchanged one by one: taps, norms, vocabulary map, RoPE, weights."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from headstart.heads.base import DraftHead
@@ -103,26 +103,13 @@ class Interpretation:
 Measure = Callable[[Interpretation], list[float]]  # accuracy by depth; ValueError if the head cannot be computed
 
 
+@torch.inference_mode()
 def accuracies(
     interpretation: Interpretation, replays: Sequence[ReplayedText], frozen: FrozenTarget, depth: int
 ) -> list[float]:
-    """How often the head's top guess is the target's choice, by depth; ValueError if it cannot be computed."""
-    by_level = zip_longest(*right_guesses(interpretation, replays, frozen, depth), fillvalue=None)
-    shares = []
-    for texts in by_level:
-        pairs = [text for text in texts if text is not None]  # a short text has fewer levels
-        hits = sum(int((right & written).sum()) for right, written in pairs)
-        shares.append(hits / max(sum(int(written.sum()) for _, written in pairs), 1))
-    return shares
+    """How often the head's top guess is the target's choice, by depth; ValueError if it cannot be computed.
 
-
-@torch.inference_mode()
-def right_guesses(
-    interpretation: Interpretation, replays: Sequence[ReplayedText], frozen: FrozenTarget, depth: int
-) -> list[list[tuple[Bool[Tensor, " choices"], Bool[Tensor, " choices"]]]]:
-    """By replayed text and depth: is the head's top guess the target's choice, and did the target write that token?
-
-    Row t of depth k (from 0) is about the token at position t + 2 + k. Raises ValueError if it cannot be computed.
+    Only tokens that the target wrote count. A short text has fewer depths.
     """
     dtype = interpretation.dtype or frozen.embedding.dtype
     in_dtype: dict[str, Any] = {name: each.to(dtype) for name, each in vars(frozen).items() if isinstance(each, Tensor)}
@@ -131,12 +118,12 @@ def right_guesses(
         known = f"the target has hidden_states 0 to {frozen.config.num_layers}"
         raise ValueError(f"{interpretation.folder}: taps {missing} given, but {known}; correct the taps")
     depth, ids = min(depth, head.max_levels or depth), interpretation.ids.to(frozen.embedding.device)
-    guesses = []
+    right, written = Counter[int](), Counter[int]()
     for replay in replays:
         taps = torch.cat([replay.states[tap] for tap in interpretation.taps], dim=-1).to(dtype)
-        levels = []
         for level, scored in enumerate(score_taps(head, taps, replay.text, replay.prompt, Sampling(), depth)):
-            right = ids[scored.without_noise.argmax(dim=1)] == replay.text[0, level + 2 :]
-            levels.append((right & scored.without_noise.isfinite().all(dim=1), scored.written))
-        guesses.append(levels)
-    return guesses
+            scores = scored.without_noise  # row t is about the token at position t + 2 + level
+            is_right = (ids[scores.argmax(dim=1)] == replay.text[0, level + 2 :]) & scores.isfinite().all(dim=1)
+            right[level] += int((is_right & scored.written).sum())
+            written[level] += int(scored.written.sum())
+    return [right[level] / max(count, 1) for level, count in sorted(written.items())]

@@ -59,16 +59,14 @@ class BlockDrafter(OnePassDrafter):
 
     @torch.inference_mode()
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        count, slots = text.shape[1] - 2, row.head  # the last position is read with the next draft
+        count, slots = text.shape[1] - 2, self.slots(row)  # the last position is read with the next draft
         if count:
-            assert slots is not None
             positions = slots.starts[:, None] + torch.arange(count, device=self.ids.device)
             self.head.read(self.head.project(taps[:, :count]), positions, slots)
 
     def read(self, verified: Verified, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Fill the block; returns no features and the scores of the first level. [batch, 1, 0], [batch, 1, vocab]"""
-        slots = cache.head
-        assert slots is not None
+        slots = self.slots(cache)
         verified.rewind(slots)
         offsets = torch.arange(verified.next_tokens.shape[1], device=self.ids.device)
         self.head.read(self.head.project(verified.taps), slots.starts[:, None] + offsets, slots)

@@ -257,7 +257,7 @@ class Bench:
         """A function that drafts this many levels after two newly verified positions."""
         device = self.target.device
         growth = Dynamic(levels, self.width, self.width * levels)
-        drafter = self.source if isinstance(self.source, Lookup) else drafter_of(self.source, growth)
+        drafter = drafter_of(self.source, growth)
         tapped = self.target.config.hidden_size * len(self.source.taps)
         verified = VerifiedOnHost(
             taps=torch.zeros(self.batch, 2, tapped, dtype=self.target.dtype, device=device),
@@ -280,9 +280,11 @@ class Bench:
         return draft
 
 
-def drafter_of(source: DraftHead | ModelDrafter, growth: Dynamic) -> TreeDrafter:
-    """The same head or model, drafting trees of this growth."""
-    return head_drafter(source, growth) if isinstance(source, DraftHead) else source.with_growth(growth)
+def drafter_of(source: Source, growth: Dynamic) -> TreeDrafter | Lookup:
+    """The same head or model, drafting trees of this growth; lookup stays as it is."""
+    if isinstance(source, DraftHead):
+        return head_drafter(source, growth)
+    return source if isinstance(source, Lookup) else ModelDrafter(source.model, growth, source.target)
 
 
 def time_works(works: Mapping[Work, Callable[[], object]], device: torch.device) -> dict[Work, float]:

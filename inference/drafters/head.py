@@ -220,6 +220,11 @@ class TreeDrafter(ABC):
         tree = self.growth.prune(pool, verified.roots)
         return self.extended(tree, verified) if isinstance(verified, VerifiedOnHost) else tree
 
+    def slots(self, cache: KVCache) -> Slots:
+        """The slots in which the head keeps its keys and values."""
+        assert cache.head is not None
+        return cache.head
+
     def parents_of(self, count: int) -> Int[Tensor, " children"]:
         """The parent of each child on a level, by its place in the frontier, with `count` children per node."""
         if count not in self._parents:

@@ -27,8 +27,7 @@ class MaskDrafter(OnePassDrafter, HeadDrafter):
 
     def read(self, verified: Verified, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Score all levels; returns no features and the scores of the first one. [batch, 1, 0], [batch, 1, vocab]"""
-        slots = cache.head
-        assert slots is not None
+        slots = self.slots(cache)
         verified.rewind(slots)
         count, ends = verified.next_tokens.shape[1], verified.num_verified()
         offsets = torch.arange(count, device=self.ids.device)

@@ -74,10 +74,6 @@ class ModelDrafter(HeadDrafter):
         super().__init__(ModelAsHead(model, target), growth)
         self.model, self.passes, self.target = model, model.passes, target
 
-    def with_growth(self, growth: GrowthPolicy) -> "ModelDrafter":
-        """The same model, drafting trees of this growth."""
-        return ModelDrafter(self.model, growth, self.target)
-
     @property
     def max_nodes(self) -> int:
         return max(self.growth.nodes + 1, self.growth.width * self.growth.depth + 1)
@@ -86,11 +82,6 @@ class ModelDrafter(HeadDrafter):
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         # The position before the first new one is read again: it costs little, and a reused prefix lacks it.
         self.run(text[:, :-1], causal_block(text.shape[1] - 1, text.device), self.slots(row), last_only=True)
-
-    def slots(self, cache: KVCache) -> Slots:
-        """The slots in which the model keeps its keys and values."""
-        assert cache.head is not None
-        return cache.head
 
     def read(self, verified: Verified, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Read the accepted tokens, the last of which is the root; returns no features and the logits after the root.

@@ -13,7 +13,7 @@ from itertools import count
 import numpy
 import torch
 
-from headstart.inference.core.constraint import ConstraintState, Path, follow, only_token
+from headstart.inference.core.constraint import GuardedState, Path, follow, only_token
 from headstart.inference.core.gumbel import gumbel_noise
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import VerifiedOnHost
@@ -34,7 +34,7 @@ MAX_OCCURRENCES = 64  # the latest occurrences of an n-gram that are followed
 class Trie:
     """The draft tree of one row: each path once, none deeper than `max_depth`, and none that breaks the constraint."""
 
-    def __init__(self, root: int, max_depth: int, state: ConstraintState | None = None) -> None:
+    def __init__(self, root: int, max_depth: int, state: GuardedState | None = None) -> None:
         self.max_depth, self.state = max_depth, state
         self.paths: list[Path] = [()]  # to each node, without the root
         self.tokens, self.parents, self.depths = [root], [-1], [0]

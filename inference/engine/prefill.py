@@ -146,20 +146,21 @@ class Prefill:
 
     def run(self, chunks: list[PromptChunk]) -> list[TargetOutput]:
         """Prefill chunks in a pass of their own; returns the target's output for each."""
-        tokens, rows = [chunk.tokens for chunk in chunks], [self.batch.cache.row(chunk.place) for chunk in chunks]
-        if (images := chunks[0].images) is not None:
-            inputs = torch.tensor(tokens, device=self.target.device)
-            wanted = None if chunks[0].is_scored else [len(tokens[0]) - 1]
-            output = self.target.passes.read_images(inputs, images, rows[0], wanted)
-            refuse_nan(output.logits[:, -1:], self.target)  # here, where it ends this text alone
-            chunks[0].row.offset = self.target.passes.offset
-            return [output]
+        rows, passes = [self.batch.cache.row(chunk.place) for chunk in chunks], self.target.passes
         if len(chunks) == 1:
-            return [prefill_chunk(self.target, tokens[0], rows[0], chunks[0].before, not chunks[0].is_scored)]
-        by_position = self.target.passes.by_position  # then each prompt's keys lie from the first slot on
-        if by_position or any(chunk.before or chunk.is_scored for chunk in chunks):
-            return self.target.passes.side_by_side(self.parts(chunks))
-        return prefill_prompts(self.target, tokens, rows)
+            (chunk,), (row,) = chunks, rows
+            inputs = torch.tensor([chunk.tokens], device=self.target.device)
+            wanted = None if chunk.is_scored else [chunk.count - 1]
+            if chunk.images is None:
+                return [passes.prefill(inputs, row, chunk.before, wanted)]
+            output = passes.read_images(inputs, chunk.images, row, wanted)
+            refuse_nan(output.logits[:, -1:], self.target)  # here, where it ends this text alone
+            chunk.row.offset = passes.offset
+            return [output]
+        # By position, each prompt's keys lie from the first slot on.
+        if passes.by_position or any(chunk.before or chunk.is_scored for chunk in chunks):
+            return passes.side_by_side(self.parts(chunks))
+        return prefill_prompts(self.target, [chunk.tokens for chunk in chunks], rows)
 
     def fail(self, row: Sequence, error: Exception) -> None:
         """End a text whose images the target cannot read."""
@@ -244,20 +245,6 @@ def prefill_prompts(target: TargetModel, prompts: list[list[int]], rows: list[KV
     taps, hidden = output.taps.split(lengths, dim=1), output.last_hidden.split(lengths, dim=1)
     logits = output.logits.transpose(0, 1).unsqueeze(1)  # [prompts, 1, 1, vocab]
     return [TargetOutput(*parts) for parts in zip(logits, taps, hidden, strict=True)]
-
-
-def prefill_chunk(
-    target: TargetModel, tokens: list[int], row: KVCache, before: int, last_only: bool = True
-) -> TargetOutput:
-    """Prefill the next tokens of a prompt after the first `before`, which are cached; `last_only` as in `forward`."""
-    if row.recurrent is not None:
-        inputs = torch.tensor([tokens], device=target.device)
-        return target.passes.prefill(inputs, row, before, [len(tokens) - 1] if last_only else None)
-    part = chunk_part(target, tokens, row, before, last_only)
-    if before:
-        masks = target.passes.masks(part.slots, part.block)
-        return target.passes.forward(part.tokens, part.positions, masks, row, last_only)
-    return target.passes.forward(part.tokens, cache=row, last_only=last_only)
 
 
 def chunk_part(target: TargetModel, tokens: list[int], row: KVCache, before: int, last_only: bool) -> Part:

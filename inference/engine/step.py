@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from headstart.inference.core.constraint import ConstraintState, masked_tree
+from headstart.inference.core.constraint import GuardedState, masked_tree
 from headstart.inference.core.drafter import Situation
 from headstart.inference.core.gumbel import GumbelTable
 from headstart.inference.core.history import History
@@ -139,16 +139,16 @@ class DecodeStep:
 
     def _launch(self, last: InFlight | None = None) -> None:
         """Launch a captured step: after one that the host has not read, or else from what the host knows."""
-        batch, static = self.batch, self.batch.static
+        static = self.batch.static
         assert static is not None
-        at, held = self._situation(), batch.held_after_rows
+        at = self._situation()
         if last is not None:
-            self._attend_to(static, last.output.longest)
-            output = static.go_on(last.output, self.sampling, held)
+            self._prepare(static, last.output.longest)
+            output = static.go_on(last.output, self.sampling)
         elif self.drafts:
-            output = static(self._verified(), self.with_logits, held)
+            output = static(self._verified())
         else:
-            output = static.verify(Tree.root_only(self._roots()), self.sampling, self.with_logits, held)
+            output = static.verify(Tree.root_only(self._roots()), self.sampling)
         self.in_flight = InFlight(output, self._drafted(output.tree, at))
 
     def _runs_ahead(self) -> bool:
@@ -190,12 +190,14 @@ class DecodeStep:
         batch = self.batch
         batch.make_room(max(batch.cache.target.lengths) + batch.nodes)
         if batch.static is not None:
-            self._attend_to(batch.static)
+            self._prepare(batch.static)
 
-    def _attend_to(self, static: StaticStep, unread: int = 0) -> None:
+    def _prepare(self, static: StaticStep, unread: int = 0) -> None:
         """Let the next captured step attend to all tokens, up to `unread` of a step in flight included."""
         batch = self.batch
-        static.attend_to(max(batch.cache.target.lengths + batch.held_after_rows) + batch.nodes + unread)
+        held = batch.held_after_rows
+        slots = max(batch.cache.target.lengths + held) + batch.nodes + unread
+        static.prepare(slots, held, self.with_logits)
 
     def _follow_rows(self) -> None:
         """Rebuild the sampling parameters and the history after a change of the batch's rows."""
@@ -357,9 +359,9 @@ def drafter_taps(
     return taps if columns is None else taps.index_select(-1, columns)
 
 
-def constraints_of(rows: list[Sequence]) -> list[ConstraintState | None]:
+def constraints_of(rows: list[Sequence]) -> list[GuardedState | None]:
     """The state of each row's constraint; empty if no row has one."""
-    states: list[ConstraintState | None] = [row.constraint for row in rows]
+    states: list[GuardedState | None] = [row.constraint for row in rows]
     return states if any(state is not None for state in states) else []
 
 

@@ -11,7 +11,7 @@ from headstart.heads.files import read_config
 from headstart.heads.kinds.checkpoint import load_taps
 from headstart.heads.target_config import TargetConfig, TargetOrigin, folder_of
 from headstart.inference.core.request import Request
-from headstart.inference.generate.model import SpeculativeModel, with_fast_dtype
+from headstart.inference.generate.model import SpeculativeModel, read_section
 from headstart.inference.generate.options import ModelOptions
 from headstart.inference.images.kept import KeptPictures
 from headstart.inference.targets.chat_template import ChatTemplate
@@ -68,10 +68,8 @@ def target_section(options: ModelOptions) -> TargetSection:
     if options.recipe is not None:
         refuse_original_target(options.recipe)
         return options.recipe.target
-    fields = {"path": options.target, "adapter": options.adapter, "exact": options.exact}
-    if options.dtype != "auto":
-        return TargetSection.model_validate({**fields, "dtype": options.dtype})
-    return with_fast_dtype(TargetSection.model_validate({**fields, "dtype": "float32"}))
+    assert options.target is not None
+    return read_section(options.target, {"adapter": options.adapter, "exact": options.exact, "dtype": options.dtype})
 
 
 def warn_of_other_targets(trained_for: Mapping[str, TargetOrigin | None], folder: Path) -> None:

@@ -19,7 +19,7 @@ from headstart.common.errors import wrong_value
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import load_head_for
 from headstart.heads.target_config import folder_of, locate_target
-from headstart.inference.core.constraint import masked_roots
+from headstart.inference.core.constraint import GuardedState, masked_roots
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.history import History
 from headstart.inference.core.request import DecodeStats, Generation, Request
@@ -307,9 +307,9 @@ def processed_scores(request: Request, generation: Generation, renormalize: bool
     raw = torch.cat(generation.logits)
     sampling, vocab_size = BatchSampling([request.sampling], raw.device), raw.shape[1]
     history = History.start([request.prompt], vocab_size, raw.device)
-    state, rows = None if request.constraint is None else request.constraint.start(), []
+    state, rows = None if request.constraint is None else GuardedState(request.constraint, vocab_size), []
     for token, logits in zip(generation.tokens, raw, strict=True):
-        forced = isinstance(state, TextRulesState) and state.forces()
+        forced = state is not None and isinstance(state.state, TextRulesState) and state.state.forces()
         row = (torch.zeros_like(logits) if forced else logits).view(1, 1, vocab_size)
         if state is not None:
             row = masked_roots([state], row)

@@ -41,7 +41,6 @@ class TextRulesState:
     def __init__(self, rules: TextRules, grammar: ConstraintState | None) -> None:
         self.rules, self.grammar = rules, grammar
         self.text, self.followers = list(rules.prompt), dict[Path, set[int]]()  # what followed each (n - 1)-gram
-        self.masks: dict[Path, Tensor] = {}  # after the present text; drafts and their target need the same ones
         self._count(0)
 
     def forces(self, path: Path = ()) -> bool:
@@ -66,11 +65,6 @@ class TextRulesState:
         return forbidden
 
     def allowed(self, path: Path) -> Bool[Tensor, " vocab"]:
-        if path not in self.masks:
-            self.masks[path] = self._mask(path)
-        return self.masks[path]
-
-    def _mask(self, path: Path) -> Bool[Tensor, " vocab"]:
         mask = torch.ones(self.rules.vocab_size, dtype=torch.bool)
         if self.forces(path):
             mask[:] = False
@@ -82,15 +76,10 @@ class TextRulesState:
         fits = self.grammar.allowed(path)
         return fits & mask if bool((fits & mask).any()) else fits
 
-    def advance(self, tokens: list[int]) -> int:
-        for count, token in enumerate(tokens):
-            is_allowed = bool(self.allowed(())[token])
-            self.masks.clear()
-            if not is_allowed or (self.grammar is not None and not self.grammar.advance([token])):
-                return count
-            self.text.append(token)
-            self._count(len(self.text) - self.rules.no_repeat_ngram_size)
-        return len(tokens)
+    def advance(self, token: int) -> bool:
+        self.text.append(token)
+        self._count(len(self.text) - self.rules.no_repeat_ngram_size)
+        return self.grammar is None or self.grammar.advance(token)
 
     def _count(self, first: int) -> None:
         """Count the n-grams of the text that begin at this place or later."""

@@ -195,35 +195,27 @@ def as_linear(layer: Any) -> nn.Linear:
 
 
 class FusedForward:
-    """Replaces a module's forward by a fused computation, except in training."""
+    """Replaces a module's forward by a fused computation of the same arguments, except in training."""
 
-    def __init__(self, module: Any, whole: nn.Linear | None = None) -> None:
-        """`whole` computes a layer together with its siblings, or all projections of an attention's input."""
-        self.module, self.whole = module, whole
+    def __init__(self, module: Any, compute: Callable[..., Any], whole: nn.Linear | None = None) -> None:
+        """`whole` computes a linear layer together with its siblings."""
+        self.module, self.compute, self.whole = module, compute, whole
 
-
-class Fused(FusedForward):
-    """`compute` in place of a layer's own forward."""
-
-    def __init__(self, module: nn.Module, compute: Callable[..., Tensor], whole: nn.Linear | None = None) -> None:
-        super().__init__(module, whole)
-        self.compute = compute
-
-    def __call__(self, inputs: Tensor) -> Tensor:
+    def __call__(self, *args: Any, **options: Any) -> Any:
         if torch.is_grad_enabled():
-            return type(self.module).forward(self.module, inputs)
+            return type(self.module).forward(self.module, *args, **options)
         if CURRENT.trace is not None:
-            return outside_graph(self.module, lambda module: module.forward.compute, [inputs], inputs.shape)
-        return self.compute(inputs)
+            return outside_graph(self.module, lambda module: module.forward.compute, [*args], args[0].shape)
+        return self.compute(*args, **options)
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Fuse the RMS norms that compute the usual formula: each is tried on made-up hidden states."""
+    """Fuse the RMS norms that round to the dtype before the weight is applied, as Llama's: each is tried."""
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm") and "forward" not in vars(module) and is_usual(module):
+        if type(module).__name__.endswith("RMSNorm") and "forward" not in vars(module) and offset_of(module) == 0:
             on_cpu = isinstance(module.weight, Tensor) and module.weight.is_cpu
             compute = ordered_norm(module) if on_cpu else partial(normed, module, epsilon(module))
-            vars(module)["forward"] = Fused(module, compute)
+            vars(module)["forward"] = FusedForward(module, compute)
 
 
 def ordered_norm(module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -247,11 +239,6 @@ def ordered_norm(module: nn.Module) -> Callable[[Tensor], Tensor]:
 def epsilon(module: nn.Module) -> float | None:
     value = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     return value if isinstance(value, float) else None
-
-
-def is_usual(module: nn.Module) -> bool:
-    """Is it weight * hidden / sqrt(mean(hidden^2) + eps), rounded to the dtype before the weight is applied?"""
-    return offset_of(module) == 0
 
 
 @torch.no_grad()
@@ -289,7 +276,7 @@ def join_linears(model: nn.Module) -> None:
             linear.weight.data = weight
             if joint.bias is not None:
                 linear.bias.data = joint.bias.split(sizes)[number]
-            vars(linear)["forward"] = Fused(linear, partial(product.of, number), joint)
+            vars(linear)["forward"] = FusedForward(linear, partial(product.of, number), joint)
 
 
 def whole_of(linear: nn.Module) -> nn.Linear | None:
@@ -303,47 +290,39 @@ def norms_on_gpu(model: nn.Module) -> list[nn.Module]:
     known = {each: offset for each, offset in norms.items() if offset is not None}
     for each, offset in known.items():
         compute = partial(kernels_on_gpu("fused").norm, weight=each.weight, eps=epsilon(each), offset=offset)
-        vars(each)["forward"] = Fused(each, compute)
+        vars(each)["forward"] = FusedForward(each, compute)
     return [*known]
 
 
-class FusedLayer(FusedForward):
+def layer_with_sum(layer: Any, offset: float, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
     """A decoder layer whose first sum and second norm are one kernel."""
-
-    def __init__(self, module: Any) -> None:
-        super().__init__(module)
-        norm = module.post_attention_layernorm
-        self.form = norm.weight, epsilon(norm), offset_of(norm)
-
-    def __call__(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        layer = self.module
-        if torch.is_grad_enabled():
-            return type(layer).forward(layer, hidden_states, *args, **options)
-        mixed, _ = layer.self_attn(layer.input_layernorm(hidden_states), *args, **options)
-        hidden_states, normed = kernels_on_gpu("fused").add_and_norm(mixed, hidden_states, *self.form)
-        return hidden_states + layer.mlp(normed)
+    norm = layer.post_attention_layernorm
+    mixed, _ = layer.self_attn(layer.input_layernorm(hidden_states), *args, **options)
+    form = norm.weight, epsilon(norm), offset
+    hidden_states, normed = kernels_on_gpu("fused").add_and_norm(mixed, hidden_states, *form)
+    return hidden_states + layer.mlp(normed)
 
 
 def residuals_on_gpu(model: nn.Module) -> list[nn.Module]:
     """Let our kernel compute the first sum of decoder layers of Llama's form together with their second norm."""
     layers: list[Any] = [each for each in model.modules() if {name for name, _ in each.named_children()} == LAYER]
-    usual = [
-        layer
+    usual = {
+        layer: offset
         for layer in layers
         if {*re.findall(r"self\.(\w+)", inspect.getsource(type(layer).forward))} == LAYER
         and type(layer.post_attention_layernorm).__name__.endswith("RMSNorm")
-        and offset_of(layer.post_attention_layernorm) is not None
-    ]
-    for layer in usual:
-        vars(layer)["forward"] = FusedLayer(layer)
-    return usual
+        and (offset := offset_of(layer.post_attention_layernorm)) is not None
+    }
+    for layer, offset in usual.items():
+        vars(layer)["forward"] = FusedForward(layer, partial(layer_with_sum, layer, offset))
+    return [*usual]
 
 
 def gated_on_gpu(model: nn.Module) -> list[nn.Module]:
     """Let our kernel compute the activation of MLPs with SiLU(gate) * up or GELU(gate) * up; returns the MLPs."""
     gated = [each for each in model.modules() if is_gated(each)]
     for each in gated:
-        vars(each)["forward"] = Fused(each, partial(gated_mlp, each))
+        vars(each)["forward"] = FusedForward(each, partial(gated_mlp, each))
     return gated
 
 

@@ -25,7 +25,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def kernels_on_gpu(name: str) -> Any:
-    """A module of Triton kernels: ordered, fused, few_rows or lm_head."""
+    """A module of Triton kernels: attention, ordered, fused, few_rows or lm_head."""
     return import_module(f"headstart.inference.kernels.gpu.{name}")
 
 
@@ -114,20 +114,15 @@ class OrderedProducts(TorchFunctionMode):
         return ordered(*args, *kwargs.values())
 
 
-class OrderedForward:
-    """Replaces the forward of a module that holds weights of its own."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own = type(self.module).forward
-        if CURRENT.trace is not None:
-            raise CannotTrace("products of a module with weights of its own")
-        if torch.is_grad_enabled():
-            return own(self.module, *args, **kwargs)
-        with OrderedProducts():
-            return own(self.module, *args, **kwargs)
+def ordered_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module that holds weights of its own."""
+    own = type(module).forward
+    if CURRENT.trace is not None:
+        raise CannotTrace("products of a module with weights of its own")
+    if torch.is_grad_enabled():
+        return own(module, *args, **kwargs)
+    with OrderedProducts():
+        return own(module, *args, **kwargs)
 
 
 @cache
@@ -140,17 +135,12 @@ def weights_read_by(kind: Any) -> set[str]:
         return set()
 
 
-class OrderedActivation:
-    """Replaces the forward of an activation; compiled layers compute it themselves."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        own: Callable[..., Tensor] = partial(type(self.module).forward, self.module)
-        if CURRENT.trace is not None or torch.is_grad_enabled():
-            return own(inputs)
-        return in_whole_vectors(own, inputs)
+def ordered_activation(module: nn.Module, inputs: Tensor) -> Tensor:
+    """The forward of an activation; compiled layers compute it themselves."""
+    own: Callable[..., Tensor] = partial(type(module).forward, module)
+    if CURRENT.trace is not None or torch.is_grad_enabled():
+        return own(inputs)
+    return in_whole_vectors(own, inputs)
 
 
 def order_products(model: nn.Module) -> None:
@@ -166,7 +156,7 @@ def order_products(model: nn.Module) -> None:
         axes = {each.ndim for each in tensors if not isinstance(module, nn.Embedding)}
         children = [*module.children()]
         if ACTIVATION.search(type(module).__name__) and not children and "forward" not in vars(module):
-            vars(module)["forward"] = OrderedActivation(module)
+            vars(module)["forward"] = partial(ordered_activation, module)
             continue
         has_weight = getattr(getattr(module, "weight", None), "ndim", 0) == 2 and not isinstance(module, nn.Embedding)
         kind: Any = type(module)
@@ -175,4 +165,4 @@ def order_products(model: nn.Module) -> None:
         is_gated = any(getattr(child, "out_features", None) == 1 for child in children)  # a gate of shared experts
         is_leaf = not any([*child.parameters()] for child in children)
         if (3 in axes or (2 in axes and is_leaf) or has_weight or reads or is_gated) and "forward" not in vars(module):
-            vars(module)["forward"] = OrderedForward(module)
+            vars(module)["forward"] = partial(ordered_forward, module)

@@ -9,13 +9,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, Response
-from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from headstart.inference.serve.api.answers import Answer, ChatAnswer, CompletionAnswer
@@ -63,7 +62,7 @@ def build_app(served: Served, settings: ServerSettings, log: Callable[[str], Non
     service, adaptation = Service(served, settings, log), served.adaptation
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         service.worker.start()
         cleaning = None if adaptation is None else asyncio.create_task(drop_old_traffic(adaptation.traffic))
         yield
@@ -71,37 +70,25 @@ def build_app(served: Served, settings: ServerSettings, log: Callable[[str], Non
             cleaning.cancel()
         service.worker.stop()
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    for kind in (ApiError, RequestValidationError, HTTPException, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, answer_error)
-    add_completions(app, service)
-    add_tokens(app, service)
-    add_state(app, service)
+    routes = [*completions(service), *tokens(service), *state(service)]
     if adaptation is not None:
-        add_adaptation(app, service, adaptation)
-    for route, name in FILES.items():
-        app.get(route)(partial(page_file, name))
-    for each in app.routes:
-        if isinstance(each, APIRoute) and each.methods and "GET" in each.methods:
-            each.methods.add("HEAD")
+        routes += adaptation_routes(service, adaptation)
+    routes += [Route(path, partial(page_file, name)) for path, name in FILES.items()]
+    kinds: tuple[type[Exception], ...] = (ApiError, HTTPException, ClientDisconnect, Exception)
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, answer_error), lifespan=lifespan)
     return Front(app, settings, log), service
 
 
-def add_completions(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await complete(request, service, ChatRequest, ChatAnswer)
-
-    @app.post("/v1/completions")
-    async def completion(request: Request) -> Response:
-        return await complete(request, service, CompletionRequest, CompletionAnswer)
-
-    @app.post("/v1/responses")
-    async def response(request: Request) -> Response:
-        return await complete(request, service, ResponsesRequest, ResponsesAnswer)
+def completions(service: Service) -> list[Route]:
+    kinds: dict[str, tuple[type[Any], type[Answer]]] = {
+        "/v1/chat/completions": (ChatRequest, ChatAnswer),
+        "/v1/completions": (CompletionRequest, CompletionAnswer),
+        "/v1/responses": (ResponsesRequest, ResponsesAnswer),
+    }
+    return [Route(path, partial(complete, service, *kind), methods=["POST"]) for path, kind in kinds.items()]
 
 
-async def complete(request: Request, service: Service, kind: type[Any], shape: type[Answer]) -> Response:
+async def complete(service: Service, kind: type[Any], shape: type[Answer], request: Request) -> Response:
     """Answer a request for text, in one piece or as a stream; its body has the fields of this kind."""
     service.admit(1)  # before its body is read
     body, arrived = await request.body(), time.perf_counter()
@@ -152,10 +139,10 @@ def events_of(answer: Answer, addition: tuple[Choice, Output], opened: bool) -> 
     return [event(chunk) for chunk in [*([] if opened else answer.opening()), *answer.chunks(*addition)]]
 
 
-def add_tokens(app: FastAPI, service: Service) -> None:
+def tokens(service: Service) -> list[Route]:
     tokenizer = service.served.tokenizer
 
-    def tokens_of(body: bytes) -> Response:
+    def tokenize(body: bytes) -> Response:
         fields = read_fields(TokenizeRequest, body)
         service.check_model(fields.model)
         tokens = service.prompts.tokenize(fields)
@@ -163,7 +150,7 @@ def add_tokens(app: FastAPI, service: Service) -> None:
         most = service.served.target.max_positions
         return JSONResponse({"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": texts})
 
-    def prompt_of(body: bytes) -> Response:
+    def detokenize(body: bytes) -> Response:
         fields = read_fields(DetokenizeRequest, body)
         service.check_model(fields.model)
         if len(fields.tokens) > (most := service.served.target.max_positions):
@@ -172,62 +159,58 @@ def add_tokens(app: FastAPI, service: Service) -> None:
         service.prompts.check_tokens("tokens", fields.tokens)
         return JSONResponse({"prompt": text_of(tokenizer, fields.tokens)})
 
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        return await service.in_thread(tokens_of, await request.body())
+    async def in_thread(answer: Callable[[bytes], Response], request: Request) -> Response:
+        return await service.in_thread(answer, await request.body())
 
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        return await service.in_thread(prompt_of, await request.body())
+    paths = {"/tokenize": tokenize, "/detokenize": detokenize}
+    return [Route(path, partial(in_thread, answer), methods=["POST"]) for path, answer in paths.items()]
 
 
-def add_state(app: FastAPI, service: Service) -> None:
+def state(service: Service) -> list[Route]:
     created = int(time.time())
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card(service, name, created) for name in service.settings.names]}
+    async def models(_: Request) -> Response:
+        cards = [card(service, name, created) for name in service.settings.names]
+        return JSONResponse({"object": "list", "data": cards})
 
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        return card(service, service.check_model(name), created)
+    async def model(request: Request) -> Response:
+        return JSONResponse(card(service, service.check_model(request.path_params["name"]), created))
 
-    @app.get("/health")
-    @app.get("/ping")
-    async def health() -> Response:
+    async def health(_: Request) -> Response:
         return Response(status_code=200 if service.worker.alive else 503)
 
-    @app.get("/ready")
-    async def ready() -> Response:
+    async def ready(_: Request) -> Response:
         return Response(status_code=200 if service.ready else 503)
 
-    @app.get("/version")
-    async def own_version() -> dict[str, str]:
-        return {"version": version("headstart")}
+    async def own_version(_: Request) -> Response:
+        return JSONResponse({"version": version("headstart")})
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(_: Request) -> Response:
         return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+    paths = {"/v1/models": models, "/v1/models/{name:path}": model, "/health": health, "/ping": health, "/ready": ready}
+    return [Route(path, answer) for path, answer in {**paths, "/version": own_version, "/metrics": metrics}.items()]
 
 
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 EXPIRY_SECONDS = 10.0  # between checks for requests that are too old
 
 
-def add_adaptation(app: FastAPI, service: Service, adaptation: Adaptation) -> None:
-    local = [Depends(refuse_others)]
+def adaptation_routes(service: Service, adaptation: Adaptation) -> list[Route]:
+    async def facts(request: Request) -> Response:
+        refuse_others(request)
+        return JSONResponse(adaptation.facts())
 
-    @app.get("/adapt", dependencies=local)
-    async def facts() -> dict[str, Any]:
-        return adaptation.facts()
-
-    @app.get("/adapt/traffic", dependencies=local)
-    async def traffic(since: int = 0) -> Response:
-        page = await asyncio.to_thread(adaptation.traffic.page, since)
+    async def traffic(request: Request) -> Response:
+        refuse_others(request)
+        since = request.query_params.get("since", "0")
+        if not since.isdecimal():
+            raise wrong("since", since, "a whole number is", "correct it")
+        page = await asyncio.to_thread(adaptation.traffic.page, int(since))
         return Response(page, media_type="application/octet-stream", headers={"Cache-Control": "no-store"})
 
-    @app.post("/adapt/head", dependencies=local)
-    async def head(request: Request) -> dict[str, Any]:
+    async def head(request: Request) -> Response:
+        refuse_others(request)
         folder = Path(read_fields(HeadRequest, await request.body()).folder)
         try:
             changed = service.worker.change_loop(partial(adaptation.load, folder))
@@ -237,10 +220,16 @@ def add_adaptation(app: FastAPI, service: Service, adaptation: Adaptation) -> No
         adaptation.head, adaptation.swaps = folder, adaptation.swaps + 1
         service.served.about["head"] = str(folder)
         service.acceptance.promised = promised_length(folder)
-        return adaptation.facts()
+        return JSONResponse(adaptation.facts())
+
+    return [
+        Route("/adapt", facts),
+        Route("/adapt/traffic", traffic),
+        Route("/adapt/head", head, methods=["POST"]),
+    ]
 
 
-async def refuse_others(request: Request) -> None:
+def refuse_others(request: Request) -> None:
     """Raise ApiError unless the request comes from this machine, and not through a proxy on it.
 
     The traffic holds the prompts of all clients, so a client's API key is not enough.
@@ -271,7 +260,7 @@ def card(service: Service, name: str, created: int) -> dict[str, Any]:
     }
 
 
-async def page_file(name: str) -> Response:
+async def page_file(name: str, _: Request) -> Response:
     return FileResponse(PAGE / name, headers=PAGE_HEADERS)
 
 
@@ -280,9 +269,6 @@ async def answer_error(request: Request, error: Exception) -> Response:
         return error_response(error)
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_GONE)
-    if isinstance(error, RequestValidationError):  # `since`, the only field outside a body
-        first = error.errors()[0]
-        return error_response(wrong(first["loc"][-1], first["input"], "a whole number is", "correct it"))
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})
         reasons = {404: "there is no such path", 405: f"method not allowed; allowed: {headers.get('Allow')}"}

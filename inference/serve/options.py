@@ -14,7 +14,7 @@ from pathlib import Path
 from headstart.inference.generate.options import ModelOptions, add_model, model_options
 from headstart.recipes.command_line import own_parser
 
-PACKAGES = ("fastapi", "llguidance", "prometheus_client", "uvicorn")
+PACKAGES = ("llguidance", "prometheus_client", "starlette", "uvicorn")
 KEYS = "HEADSTART_API_KEY"
 MEBIBYTE, GIBIBYTE = 2**20, 2**30
 

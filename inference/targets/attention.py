@@ -79,12 +79,9 @@ def grouped_attention(
             for queries, (keys, values), mask in parts
         ]
         return torch.cat(attended).unsqueeze(0), None
-    places = vars(attention_mask).get("places") if isinstance(attention_mask, Tensor) else None
     is_plain, more = options.get("position_bias") is None, (options.get("softcap"), options.get("s_aux"))
-    if is_plain and more == (None, None) and places is not None:
-        return kernels_on_gpu("ordered").attention(query, key, value, places, scaling), None
     if is_plain and more == (None, None) and (keys := keys_of(attention_mask)) is not None:
-        return kernels_on_gpu("fused").attention(query, key, value, keys, scaling), None
+        return kernels_on_gpu("attention").attention(query, key, value, keys, scaling), None
     if is_plain and can_attend(query, key, value, attention_mask):
         is_causal = options.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -143,68 +140,55 @@ def fold_once(mask: Tensor, group: int, keys: int) -> Tensor:
     return made[group, keys]
 
 
-class FusedAttention(FusedForward):
-    """Replaces the forward of an attention in decoding: the norms of queries and keys, the rotary embedding and the
-    write to the cache are one kernel."""
-
-    def __init__(self, module: Any, whole: nn.Linear) -> None:
-        super().__init__(module, whole)
-        self.norms = None
-        if hasattr(module, "q_norm"):
-            norm = module.q_norm
-            self.norms = norm.weight, module.k_norm.weight, epsilon(norm), offset_of(norm)
-
-    def __call__(
-        self,
-        hidden_states: Float[Tensor, "rows block hidden"],
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None,
-        past_key_values: Any = None,
-        **options: Any,
-    ) -> tuple[Float[Tensor, "rows block hidden"], None]:
-        module = self.module
-        slots = slots_in(past_key_values, module.layer_idx, hidden_states.device)
-        if slots is None or torch.is_grad_enabled():
-            own, cache = type(module).forward, past_key_values
-            return own(module, hidden_states, position_embeddings, attention_mask, past_key_values=cache, **options)
-        rows, block, _ = hidden_states.shape
-        assert self.whole is not None
-        keys, values = slots.with_block(slots.layers[module.layer_idx], block)
-        query = kernels_on_gpu("fused").rotate_and_store(
-            self.whole(hidden_states), position_embeddings, self.norms, (keys, values), slots.starts, slots.pending
-        )
-        mixed, _ = grouped_attention(module, query, keys, values, attention_mask, module.scaling, **options)
-        return module.o_proj(mixed.reshape(rows, block, -1)), None
+def attention_with_norms(
+    module: Any,
+    norms: tuple[Tensor, Tensor, float | None, float | None] | None,
+    hidden_states: Float[Tensor, "rows block hidden"],
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None,
+    past_key_values: Any = None,
+    **options: Any,
+) -> tuple[Float[Tensor, "rows block hidden"], None]:
+    """The forward of an attention in decoding: the norms of queries and keys, the rotary embedding and the write to the
+    cache are one kernel. `norms` as in `rotate_and_store`."""
+    slots = slots_in(past_key_values, module.layer_idx, hidden_states.device)
+    if slots is None:
+        own, cache = type(module).forward, past_key_values
+        return own(module, hidden_states, position_embeddings, attention_mask, past_key_values=cache, **options)
+    query, keys, values = with_stored(module, hidden_states, position_embeddings, norms, slots, module.layer_idx)
+    mixed, _ = grouped_attention(module, query, keys, values, attention_mask, module.scaling, **options)
+    return module.o_proj(mixed.flatten(2)), None
 
 
-class FusedHeadAttention(FusedForward):
-    """`FusedAttention` for the attention of a head."""
+def head_attention(
+    module: Any,
+    inputs: Float[Tensor, "rows block input"],
+    rotary: Float[Tensor, "*rows block double"],
+    mask: Tensor | None,
+    cache: Any,
+    layer: int = 0,
+) -> Float[Tensor, "rows block hidden"]:
+    """`attention_with_norms` for the attention of a head, which has no norms."""
+    if not isinstance(cache, Slots):
+        return type(module).forward(module, inputs, rotary, mask, cache, layer)
+    cosines, sines = (rotary if rotary.ndim == 3 else rotary.unsqueeze(0)).chunk(2, dim=-1)
+    query, keys, values = with_stored(module, inputs, (cosines, sines), None, cache, layer)
+    if (visible := keys_of(mask)) is not None:
+        mixed = kernels_on_gpu("attention").attention(query, keys, values, visible)
+    else:
+        mixed = attention(query, keys, values, mask).transpose(1, 2)
+    return module.o_proj(mixed.flatten(2))
 
-    def __call__(
-        self,
-        inputs: Float[Tensor, "rows block input"],
-        rotary: Float[Tensor, "*rows block double"],
-        mask: Tensor | None,
-        cache: Any,
-        layer: int = 0,
-    ) -> Float[Tensor, "rows block hidden"]:
-        module = self.module
-        if not isinstance(cache, Slots) or torch.is_grad_enabled():
-            found: Tensor = type(module).forward(module, inputs, rotary, mask, cache, layer)
-            return found
-        assert self.whole is not None
-        table = rotary if rotary.ndim == 3 else rotary.unsqueeze(0)
-        cosines, sines = table.chunk(2, dim=-1)
-        keys, values = cache.with_block(cache.layers[layer], inputs.shape[1])
-        joint = self.whole(inputs)
-        query = kernels_on_gpu("fused").rotate_and_store(
-            joint, (cosines, sines), None, (keys, values), cache.starts, cache.pending
-        )
-        if (visible := keys_of(mask)) is not None:
-            mixed = kernels_on_gpu("fused").attention(query, keys, values, visible)
-        else:
-            mixed = attention(query, keys, values, mask).transpose(1, 2)
-        return module.o_proj(mixed.flatten(2))
+
+def with_stored(
+    module: Any, inputs: Tensor, rotary: tuple[Tensor, Tensor], norms: Any, slots: Slots, layer: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The queries of a block, whose keys and values this writes; and the layer's keys and values up to the block."""
+    whole = whole_of(module.q_proj)
+    assert whole is not None
+    keys, values = slots.with_block(slots.layers[layer], inputs.shape[1])
+    store = kernels_on_gpu("fused").rotate_and_store
+    return store(whole(inputs), rotary, norms, (keys, values), slots.starts, slots.pending), keys, values
 
 
 def fuse_head(head: nn.Module, kinds: set[str]) -> None:
@@ -213,10 +197,9 @@ def fuse_head(head: nn.Module, kinds: set[str]) -> None:
         gated_on_gpu(head)
     own = [each for each in head.modules() if isinstance(each, Projections)]
     for each in own if ROTARY in kinds else ():
-        if type(each) is Attention and (whole := whole_of(each.q_proj)) is not None:
-            vars(each)["forward"] = FusedHeadAttention(each, whole)
-    is_fused = [isinstance(vars(each).get("forward"), FusedHeadAttention) for each in own]
-    vars(head)[BY_BLOCK] = ATTENTION in kinds and bool(own) and all(is_fused)
+        if type(each) is Attention and whole_of(each.q_proj) is not None:
+            vars(each)["forward"] = FusedForward(each, partial(head_attention, each))
+    vars(head)[BY_BLOCK] = ATTENTION in kinds and bool(own) and all("forward" in vars(each) for each in own)
 
 
 def slots_in(cache: Any, layer: int, device: torch.device) -> Slots | None:
@@ -231,10 +214,15 @@ def attention_on_gpu(model: PreTrainedModel) -> list[nn.Module]:
         return []
     usual = [each for each in model.modules() if is_usual_attention(each)]
     for each in usual:
-        whole = whole_of(each.get_submodule("q_proj"))
-        assert whole is not None
-        vars(each)["forward"] = FusedAttention(each, whole)
+        vars(each)["forward"] = FusedForward(each, partial(attention_with_norms, each, norms_of(each)))
     return usual
+
+
+def norms_of(module: Any) -> tuple[Tensor, Tensor, float | None, float | None] | None:
+    """The norms of an attention's queries and keys, for `rotate_and_store`; None if it has none."""
+    if not hasattr(module, "q_norm"):
+        return None
+    return module.q_norm.weight, module.k_norm.weight, epsilon(module.q_norm), offset_of(module.q_norm)
 
 
 def attend_by_block(passes: Any) -> bool:

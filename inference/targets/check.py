@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from headstart.inference.core.cache import KVCache
 from headstart.inference.core.request import Images
 from headstart.inference.core.tree import Tree
 from headstart.inference.kernels import Trace, kernels_on_gpu, own_layers_of
@@ -180,11 +181,7 @@ def difference_with_images(passes: Passes, prompt: list[int], images: Images) ->
         cache = passes.new_cache(tokens.shape[1] + TRIAL_TOKENS, batch=2)
         row, rest = cache.row(1), whole.inputs.get("input_ids", tokens)[:, images.end :].to(device)
         computed = [passes.read_images(tokens[:, : images.end], images, row, None).logits[0]]
-        if cache.recurrent is None:
-            row.set_lengths([images.end])
-            computed.append(passes.tree(chain_of(rest), row).logits[0])
-        else:
-            computed.append(passes.prefill(rest, row, images.end, None).logits[0])
+        computed.append(passes.prefill(rest, row, images.end, None).logits[0])
         logits = torch.cat(computed).float()
         relative = float((logits - wanted).norm() / wanted.norm().clamp(min=1e-6))
         if not relative <= ROUNDING.get(passes.dtype, ROUNDING_IN_HALF):
@@ -199,40 +196,33 @@ def difference_with_images(passes: Passes, prompt: list[int], images: Images) ->
 def one_by_one(passes: Passes, tokens: Tensor) -> Iterator[Tensor]:
     """The logits of each token of a text, in passes of one token."""
     cache = passes.new_cache(EXACT_TOKENS + 4)
-    cache.set_lengths([0])
-    for place, token in enumerate(tokens[0].tolist()):
-        one = torch.tensor([[token]], device=passes.device)
-        if cache.recurrent is not None and not place:
-            yield passes.prefill(one, cache.row(0), 0, None).logits[0]
-            cache.set_lengths([1])
-            continue
+    yield passes.prefill(tokens[:, :1], cache.row(0), 0, None).logits[0]
+    cache.set_lengths([1])
+    for token in tokens[:, 1:].split(1, dim=1):
         passes.prepare_step(cache, drafts=False)
-        yield passes.tree(Tree.root_only(one), cache).logits[0]
-        cache.keep([[0]], [[token]])
+        yield passes.tree(Tree.root_only(token), cache).logits[0]
+        cache.keep([[0]], token.tolist())
 
 
 def prompt_at_once(passes: Passes, tokens: Tensor) -> Iterator[Trial]:
-    cache = passes.new_cache(EXACT_TOKENS + 4)
-    row = cache.row(0)
-    if cache.recurrent is None:
-        row.set_lengths([0])
-        output = passes.forward(tokens, cache=row)
-    else:
-        output = passes.prefill(tokens, row, 0, None)
-    yield "a prompt", output.logits[0], range(EXACT_TOKENS)
+    row = passes.new_cache(EXACT_TOKENS + 4).row(0)
+    yield "a prompt", passes.prefill(tokens, row, 0, None).logits[0], range(EXACT_TOKENS)
+
+
+def try_prompt(passes: Passes, tokens: Tensor, cache: KVCache) -> Iterator[Trial]:
+    """A prompt in two parts, and a shorter row that holds only the first part."""
+    for row in range(2):
+        logits = passes.prefill(tokens[:, :FIRST_PART], cache.row(row), 0, None).logits[0]
+        yield "the first part of a prompt", logits, range(FIRST_PART)
+    logits = passes.prefill(tokens[:, FIRST_PART:BOTH_PARTS], cache.row(0), FIRST_PART, None).logits[0]
+    yield "the second part of a prompt", logits, range(FIRST_PART, BOTH_PARTS)
+    cache.set_lengths([BOTH_PARTS, FIRST_PART])
 
 
 def try_slots(passes: Passes, tokens: Tensor, tree: bool) -> Iterator[Trial]:
-    """A prompt in two parts, then a token and trees or chains of two rows, one of which holds only the first part."""
+    """`try_prompt`, then a token and trees or chains of both rows."""
     cache = passes.new_cache(TRIAL_TOKENS + 4, batch=2)
-    row = cache.row(0)
-    row.set_lengths([0])
-    yield "the first part of a prompt", passes.forward(tokens[:, :FIRST_PART], cache=row).logits[0], range(FIRST_PART)
-    cache.target.move(0, 1, FIRST_PART)
-    row.set_lengths([FIRST_PART])
-    logits = passes.tree(chain_of(tokens[:, FIRST_PART:BOTH_PARTS]), row).logits[0]
-    yield "the second part of a prompt", logits, range(FIRST_PART, BOTH_PARTS)
-    cache.set_lengths([BOTH_PARTS, FIRST_PART])
+    yield from try_prompt(passes, tokens, cache)
     rest = rest_by_row(tokens)
     logits = passes.tree(chain_of(rest[:, :1]), cache).logits
     yield from by_row("one token", logits, 0)
@@ -250,15 +240,10 @@ def try_slots(passes: Passes, tokens: Tensor, tree: bool) -> Iterator[Trial]:
 
 
 def try_states(passes: Passes, tokens: Tensor) -> Iterator[Trial]:
-    """A prompt in two parts, a token of two rows, chains whose drafts are wrong, and chains after their roots, which
-    are read again. One row holds only the first part."""
+    """`try_prompt`, a token of both rows, chains whose drafts are wrong, and chains after their roots, which are read
+    again."""
     cache = passes.new_cache(TRIAL_TOKENS + 4, batch=2)
-    for row in range(2):
-        logits = passes.prefill(tokens[:, :FIRST_PART], cache.row(row), 0, None).logits[0]
-        yield "the first part of a prompt", logits, range(FIRST_PART)
-    logits = passes.prefill(tokens[:, FIRST_PART:BOTH_PARTS], cache.row(0), FIRST_PART, None).logits[0]
-    yield "the second part of a prompt", logits, range(FIRST_PART, BOTH_PARTS)
-    cache.set_lengths([BOTH_PARTS, FIRST_PART])
+    yield from try_prompt(passes, tokens, cache)
     one, root, rest = rest_by_row(tokens).split((1, 1, TRIAL_TOKENS - BOTH_PARTS - 2), dim=1)
     yield from by_row("one token", passes.tree(chain_of(one), cache).logits, 0)
     cache.keep([[0], [0]], one.tolist())

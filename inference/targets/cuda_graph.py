@@ -101,6 +101,8 @@ class StaticStep:
         self.target, self.drafter, self.cache = target, drafter, cache
         self.batch = cache.target.batch
         self.captured: dict[tuple[Any, ...], Capture] = {}
+        self.held: Sequence[int] = ()  # as in `prepare`, and the next
+        self.with_logits = False
 
     @classmethod
     def borrow(cls, target: TargetModel, drafter: Drafter, batch: int, capacity: int) -> "StaticStep":
@@ -120,15 +122,20 @@ class StaticStep:
         others = [spare for spare in spares if (spare.drafter, spare.batch) != (self.drafter, self.batch)]
         spares[:] = [self, *others][:SPARE_STEPS_MAX]
 
-    def attend_to(self, slots: int) -> None:
-        """Let the next steps attend to at least this many slots of each row; few different numbers, so few graphs."""
+    def prepare(self, slots: int, held: Sequence[int] = (), with_logits: bool = False) -> None:
+        """Let the next steps attend to at least this many slots of each row; few different numbers, so few graphs.
+
+        `held` are the numbers of tokens in the cache's next rows, which padding rows must not overwrite. Unless
+        `with_logits`, the steps leave no logits.
+        """
+        self.held, self.with_logits = held, with_logits
         for each in self.cache.slots:
             each.reach = min(reach_bucket(slots), each.capacity)
 
     @torch.inference_mode()
     def capture_ahead(self, slots: int) -> Iterator[int]:
         """Capture the steps of texts that need up to this many slots, however they sample; yields how many are left."""
-        self.attend_to(max(slots, size_bucket(self.drafter.max_nodes) + self.drafter.depth + 1))
+        self.prepare(max(slots, size_bucket(self.drafter.max_nodes) + self.drafter.depth + 1))
         rows = sorted({min(1 << power, self.batch) for power in range(self.batch.bit_length() + 1)})
         drafters = [*self.captured_drafter.shapes()] if self.drafter.depth and self.drafter.static_shapes else []
         nodes = size_bucket(self.drafter.max_nodes).bit_length() if drafters != [self.drafter] else 1
@@ -156,45 +163,39 @@ class StaticStep:
         return VerifiedOnDevice(taps, zeros(rows, count), zeros(rows, 1), sampling, None, zeros(rows) + 1, zeros(rows))
 
     @torch.inference_mode()
-    def __call__(self, verified: VerifiedOnHost, with_logits: bool = False, held: Sequence[int] = ()) -> StepOutput:
-        """Draft, and let the target choose. `held` is as in `verify`."""
+    def __call__(self, verified: VerifiedOnHost) -> StepOutput:
+        """Draft, and let the target choose."""
         if not self.drafter.static_shapes:
-            return self.verify(self.drafter.draft(verified, self.cache), verified.sampling, with_logits, held)
+            return self.verify(self.drafter.draft(verified, self.cache), verified.sampling)
         if self.cache.head is not None:
             verified.rewind(self.cache.head)
-        return self.draft_and_verify(VerifiedOnDevice.of(verified), verified, with_logits, held)
+        return self.draft_and_verify(VerifiedOnDevice.of(verified), verified)
 
     @torch.inference_mode()
-    def go_on(self, last: StepOutput, sampling: BatchSampling, held: Sequence[int] = ()) -> StepOutput:
+    def go_on(self, last: StepOutput, sampling: BatchSampling) -> StepOutput:
         """The step after one that the host has not read: the slots' `lengths` become bounds."""
         target, head, followed = self.cache.target, self.cache.head, last.followed
         if head is not None:  # it reads what the last step has verified
             head.set_lengths(target.lengths, target.starts)
         target.set_lengths([length + last.longest for length in target.lengths], target.starts + followed.counts)
         if last.remaining is None:
-            return self.verify(Tree.root_only(followed.bonus), sampling, held=held)
+            return self.verify(Tree.root_only(followed.bonus), sampling)
         columns = self.target.tap_columns(self.drafter.taps)
         taps = last.taps if columns is None else last.taps.index_select(-1, columns)
         left = last.remaining - followed.counts
         given = VerifiedOnDevice(taps, followed.tokens, followed.bonus, sampling, None, followed.counts, left)
-        return self.draft_and_verify(given, None, held=held)
+        return self.draft_and_verify(given, None)
 
-    def draft_and_verify(
-        self,
-        given: VerifiedOnDevice,
-        verified: VerifiedOnHost | None,
-        with_logits: bool = False,
-        held: Sequence[int] = (),
-    ) -> StepOutput:
+    def draft_and_verify(self, given: VerifiedOnDevice, verified: VerifiedOnHost | None) -> StepOutput:
         at = Situation(max(self.cache.target.lengths), len(given.roots), given.sampling.all_greedy)
         drafter, count = self.captured_drafter.planned(at)
-        output = self.draft(drafter, given, with_logits, held)
+        output = self.draft(drafter, given)
         if isinstance(output, Tree):
             self.captured_drafter.observe(output)
             tree = output if count is None else output.first(count)
             if verified is not None:
                 tree = self.captured_drafter.extended(tree, verified)
-            output = self.verify(tree, given.sampling, with_logits, held)
+            output = self.verify(tree, given.sampling)
             output = replace(output, tree=replace(output.tree, levels=drafter.depth))
         return replace(output, remaining=given.remaining)
 
@@ -207,17 +208,15 @@ class StaticStep:
         """Whether the host adds nothing to what is drafted."""
         return self.drafter.static_shapes and not self.captured_drafter.needs_host
 
-    def draft(
-        self, drafter: CapturedDrafter, given: VerifiedOnDevice, with_logits: bool = False, held: Sequence[int] = ()
-    ) -> StepOutput | Tree:
+    def draft(self, drafter: CapturedDrafter, given: VerifiedOnDevice) -> StepOutput | Tree:
         """The output of a step by its own drafter, or else the tree that a drafter of one shape draws."""
         rows, short = len(given.roots), self.drafter.depth + 1 - given.next_tokens.shape[1]
         more, is_own = self.more_rows(rows), drafter is self.drafter
-        function = partial(self.draft_and_choose, with_logits) if is_own else partial(self.draft_alone, drafter)
-        with self.padded_rows(more, held):
+        function = partial(self.draft_and_choose, self.with_logits) if is_own else partial(self.draft_alone, drafter)
+        with self.padded_rows(more):
             outputs = self.replay(
                 function,
-                ("draft", with_logits) if is_own else ("draft alone", drafter.depth),
+                ("draft", self.with_logits) if is_own else ("draft alone", drafter.depth),
                 given.sampling,
                 padded(given.taps, 0, 0, 0, short, 0, more),
                 padded(given.next_tokens, 0, short, 0, more),
@@ -233,19 +232,15 @@ class StaticStep:
         return Tree(tokens, parents, drafter.depth, drafter.depth, chances)
 
     @torch.inference_mode()
-    def verify(
-        self, tree: Tree, sampling: BatchSampling, with_logits: bool = False, held: Sequence[int] = ()
-    ) -> StepOutput:
-        """Run the target on a tree, without the drafter, and let it choose.
-
-        `held` are the numbers of tokens in the cache's next rows, which padding rows must not overwrite.
-        """
+    def verify(self, tree: Tree, sampling: BatchSampling) -> StepOutput:
+        """Run the target on a tree, without the drafter, and let it choose."""
         rows, nodes = tree.shape
         more, missing = self.more_rows(rows), size_bucket(nodes) - nodes
         tokens = padded(tree.tokens, 0, missing, 0, more)
         parents = padded(tree.parents, 0, missing, 0, more, value=-1)
-        with self.padded_rows(more, held):
-            outputs = self.replay(partial(self.choose, with_logits), ("choose", with_logits), sampling, tokens, parents)
+        choose, name = partial(self.choose, self.with_logits), ("choose", self.with_logits)
+        with self.padded_rows(more):
+            outputs = self.replay(choose, name, sampling, tokens, parents)
         return StepOutput.from_tensors(outputs, rows)
 
     def bytes_moved(self, output: StepOutput) -> int:
@@ -259,14 +254,14 @@ class StaticStep:
         return min(size_bucket(rows), self.batch) - rows
 
     @contextmanager
-    def padded_rows(self, more: int, held: Sequence[int]) -> Iterator[None]:
+    def padded_rows(self, more: int) -> Iterator[None]:
         """Within this context further rows of the cache are in use; they write after their held tokens."""
         if not more:
             yield
             return
         before = [slots.lengths for slots in self.cache.slots]
         for slots, lengths in zip(self.cache.slots, before, strict=True):
-            slots.set_rows([*lengths, *held[:more], *[0] * (more - len(held))], len(lengths))
+            slots.set_rows([*lengths, *self.held[:more], *[0] * (more - len(self.held))], len(lengths))
         try:
             yield
         finally:

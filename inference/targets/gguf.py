@@ -6,10 +6,10 @@ whose layers read them in that form on a CPU.
 `locate_target` runs this module in a process of its own, so that the memory for unpacking is free again afterwards.
 """
 
-import argparse
 import os
 import shutil
 import struct
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -39,7 +39,6 @@ from headstart.inference.targets.gguf_settings import (
     sampling_of,
 )
 from headstart.inference.targets.loading import no_bars_of_transformers
-from headstart.recipes.command_line import command_name
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -72,15 +71,6 @@ FORMATS = {
     "Q5_K": BlockFormat(((16, 48, 0x00, 0x00), (48, 176, 0x00, 0x11)), (2, 4)),
     "Q6_K": BlockFormat(((0, 128, 0x00, 0x11), (128, 192, 0xAA, 0xAA))),
 }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog=command_name(), description="Unpack a GGUF file into a model's folder.")
-    parser.add_argument("file", type=Path)
-    parser.add_argument("folder", type=Path, help="the new folder")
-    arguments = parser.parse_args()
-    with errors_as_messages():
-        unpack(arguments.file, arguments.folder)
 
 
 def unpack(file: Path, folder: Path) -> None:
@@ -335,4 +325,5 @@ def refuse_old_transformers(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with errors_as_messages():
+        unpack(*map(Path, sys.argv[1:]))

@@ -249,14 +249,17 @@ class Passes:
         lengths = list(slots.lengths)
         slots.set_lengths([length - len(states.window(row)) for row, length in enumerate(lengths)])
         states.load(cache.layers, len(lengths) if max(lengths) else 0, is_sure)
-        positions = mask = None
-        if max(lengths):
-            block = causal_block(tokens.shape[1], self.device)
-            assert block.depths is not None
-            positions, mask = slots.positions(block.depths), self.masks(slots, block)
-        output = self.forward(tokens, positions, mask, cache, logits_at=logits_at, images=images)
+        output = self.forward(tokens, *self._after(slots, tokens), cache, logits_at=logits_at, images=images)
         slots.set_lengths(lengths)
         return output
+
+    def _after(self, slots: Slots, tokens: Tensor) -> tuple[Tensor | None, Masks | None]:
+        """The positions and mask of tokens that come after those in the slots; None each at the start of a text."""
+        if not max(slots.lengths):
+            return None, None
+        block = causal_block(tokens.shape[1], self.device)
+        assert block.depths is not None
+        return slots.positions(block.depths), self.masks(slots, block)
 
     def prefill(
         self,
@@ -266,9 +269,11 @@ class Passes:
         logits_at: list[int] | None,
         images: Images | None = None,
     ) -> TargetOutput:
-        """Prefill a row with recurrent states, which holds the first `before` tokens of its text, further."""
+        """Prefill a row, which holds the first `before` tokens of its text, further."""
         states = row.recurrent
-        assert states is not None
+        row.set_lengths([before])
+        if states is None:
+            return self.forward(tokens, *self._after(row.target, tokens), row, logits_at=logits_at, images=images)
         if before and not self.verifies_drafts and tokens.shape[1] > 1:
             single = [self.prefill(token, row, before + index, None) for index, token in enumerate(tokens.split(1, 1))]
             logits, *others = (torch.cat(parts, dim=1) for parts in zip(*map(fields_of, single), strict=True))
@@ -284,8 +289,6 @@ class Passes:
                 tokens, positions, None, cache, logits_at, use_cache=True, images=images
             )
         else:
-            assert isinstance(states, LayerStates)
-            row.set_lengths([before])
             output = self._from_states(tokens, row, logits_at, is_sure=before > 0, images=images)
         states.commit([0])
         return output
@@ -295,12 +298,8 @@ class Passes:
     ) -> TargetOutput:
         """Prefill an empty row with the beginning of a prompt, up to the end of its last image, by the model's own
         positions and masks. Raises ValueError if these refuse the images."""
-        row.set_lengths([0])
         try:
-            if row.recurrent is not None:
-                output = self.prefill(tokens, row, 0, logits_at, images)
-            else:
-                output = self.forward(tokens, cache=row, logits_at=logits_at, images=images)
+            output = self.prefill(tokens, row, 0, logits_at, images)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a model may raise anything for tensors that do not belong together
@@ -398,7 +397,7 @@ class Passes:
         make = partial(block_mask, slots, block, self.dtype, carries_keys=self.by_block)
         masks = {kind: make(window=window) for kind, window in self.windows.items()}
         for kind, mask in masks.items() if self.by_position else ():
-            vars(mask)["places"] = Places.of(slots, block, self.windows[kind])
+            vars(mask)["keys"] = Places.of(slots, block, self.windows[kind])
         return masks
 
 

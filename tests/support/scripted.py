@@ -301,12 +301,9 @@ class NoThirdsState:
             return torch.zeros(VOCAB, dtype=torch.bool)
         return (self.total + sum(path) + torch.arange(VOCAB)) % 3 > 0
 
-    def advance(self, tokens: list[int]) -> int:
-        for count, token in enumerate(tokens):
-            if not self.allowed(())[token]:
-                return count
-            self.total, self.written = self.total + token, self.written + 1
-        return len(tokens)
+    def advance(self, token: int) -> bool:
+        self.total, self.written = self.total + token, self.written + 1
+        return True
 
 
 class SetCosts(CostTable):

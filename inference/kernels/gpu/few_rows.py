@@ -22,7 +22,6 @@ from torch.nn import functional
 from triton import language as tl
 
 from headstart.inference.kernels.fast_layers import FusedForward, linear_layers, whole_of
-from headstart.inference.kernels.outside_graph import CURRENT
 
 MEASURED = (1, 2, 4, 8)  # numbers of tokens; others take the choice of the next larger one
 FASTER = 0.97  # of torch's time, up to which our kernel is chosen
@@ -112,19 +111,12 @@ def processors_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-class FewRows(FusedForward):
-    """Replaces the forward of a linear layer for the numbers of tokens that `chosen` has a tile for."""
-
-    def __init__(self, module: nn.Linear, chosen: dict[int, Tile]) -> None:
-        super().__init__(module)
-        self.chosen = chosen
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        module: nn.Linear = self.module
-        tile = self.chosen.get(inputs.numel() // module.in_features)
-        if tile is None or torch.is_grad_enabled() or CURRENT.trace is not None:
-            return type(module).forward(module, inputs)
-        return product(inputs, module.weight, module.bias, tile)
+def few_rows(layer: nn.Linear, chosen: dict[int, Tile], inputs: Tensor) -> Tensor:
+    """The forward of a linear layer, by our kernel for the numbers of tokens that `chosen` has a tile for."""
+    tile = chosen.get(inputs.numel() // layer.in_features)
+    if tile is None:
+        return type(layer).forward(layer, inputs)
+    return product(inputs, layer.weight, layer.bias, tile)
 
 
 def graph_seconds(work: Work) -> float:
@@ -212,6 +204,6 @@ def choose_products(model: nn.Module, trials: Trials) -> str:
     for group in sorted(shapes.values(), key=lambda each: -sum(layer.weight.nbytes for layer in each)):
         chosen = choose_tiles([*group], trials)
         for layer in group if chosen else ():
-            vars(layer)["forward"] = FewRows(layer, chosen)
+            vars(layer)["forward"] = FusedForward(layer, partial(few_rows, layer, chosen))
         count += bool(chosen)
     return trials.line(count, f"{len(shapes)} shapes")

@@ -5,10 +5,6 @@ or, with 1 + weight, in Gemma's; SiLU(gate) * up or GELU(gate) * up (GLU Variant
 the norms of queries and keys (Qwen3), their rotary embedding (RoFormer, Su et al. 2021), and the keys and values
 written to their slots of the cache. No program of these reads what belongs to another token.
 
-Attention needs no mask over all keys: the held tokens are read in parts that the card's processors share, the block's
-own tokens are one more part, and the parts are joined by the sums of their exponentials (Flash-Decoding, Dao et al.
-2023).
-
 Where a measurement at load finds it faster, each starts before the kernel in front of it ends, and then waits for it
 (programmatic dependent launch, from Hopper on).
 
@@ -26,13 +22,8 @@ from torch.nn import functional
 from triton import language as tl
 from triton.language.extra import cuda
 
-from headstart.inference.core.tree import VisibleKeys
 from headstart.inference.kernels.gpu.few_rows import Trials, Work
-from headstart.inference.kernels.gpu.ordered import with_keys
 
-BLOCK = 64  # keys that are read together, and queries of a program at most
-PARTS_MAX = 16  # of one row's held tokens
-PROGRAMS = 256  # enough for all processors of a card
 COLUMNS = 1024  # of an activation, in one program
 STARTED: dict[str, Any] = {"EARLY": False}  # how the kernels are launched
 
@@ -130,80 +121,6 @@ def rotate(
         tl.store(to, tl.load(start + column, mask=inside, other=0.0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["pending", "part_keys"])
-def attend(
-    query, key, value, starts, visible, firsts, largest_of, total_of, mixed_of,
-    key_heads, group, nodes, parts, part_keys, pending, size, value_size, visible_row, scaling,
-    query_row, query_head, query_node, key_row, key_head, key_slot, value_row, value_head, value_slot,
-    HAS_WINDOW: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """One part of the held tokens, or the pending ones; grid: blocks of queries, parts + 1, rows x key heads.
-
-    A query is a node and one of the `group` heads that share a key head.
-    """
-    wait(EARLY)
-    part, pair = tl.program_id(1), tl.program_id(2)
-    row, head = (pair // key_heads).to(tl.int64), pair % key_heads
-    number = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    is_query, node, start = number < nodes * group, number // group, tl.load(starts + row)
-    inside, of_value = tl.arange(0, SIZE), tl.arange(0, VALUE_SIZE)
-    at = query + row * query_row + (head * group + number % group)[:, None] * query_head + node[:, None] * query_node
-    queries = tl.load(at + inside[None, :], mask=is_query[:, None] & (inside[None, :] < size), other=0.0)
-    is_pending = part == parts
-    begin = tl.where(is_pending, start, part * part_keys)
-    end = tl.where(is_pending, start + pending, tl.minimum(begin + part_keys, start))
-    first = tl.zeros((QUERIES,), tl.int64)
-    if HAS_WINDOW:
-        first = tl.load(firsts + row * nodes + node, mask=is_query, other=0)
-        earliest = tl.min(tl.where(is_query, first, end), 0)  # no query of this program attends to earlier tokens
-        begin = tl.where(is_pending, begin, begin + tl.maximum(earliest - begin, 0) // BLOCK * BLOCK)
-    largest = tl.full((QUERIES,), float("-inf"), tl.float32)
-    total = tl.zeros((QUERIES,), tl.float32)
-    mixed = tl.zeros((QUERIES, VALUE_SIZE), tl.float32)
-    for block in range(begin, end, BLOCK):
-        place = block + tl.arange(0, BLOCK)
-        is_key = place < end
-        keys = tl.load(
-            key + row * key_row + head * key_head + place[:, None].to(tl.int64) * key_slot + inside[None, :],
-            mask=is_key[:, None] & (inside[None, :] < size), other=0.0,
-        )  # fmt: skip
-        values = tl.load(
-            value + row * value_row + head * value_head + place[:, None].to(tl.int64) * value_slot + of_value[None, :],
-            mask=is_key[:, None] & (of_value[None, :] < value_size), other=0.0,
-        )  # fmt: skip
-        among = visible + row * visible_row + node[:, None] * pending + (place - start)[None, :]
-        sees = tl.load(among, mask=is_query[:, None] & (is_key & (place >= start))[None, :], other=0) != 0
-        sees = tl.where((place < start)[None, :], is_key[None, :] & (place[None, :] >= first[:, None]), sees)
-        largest, total, mixed = with_keys(queries, keys, values, sees, largest, total, mixed, scaling)
-    to = (pair.to(tl.int64) * nodes * group + number) * (parts + 1) + part
-    tl.store(largest_of + to, largest, mask=is_query)
-    tl.store(total_of + to, total, mask=is_query)
-    at = mixed_of + to[:, None] * value_size + of_value[None, :]
-    tl.store(at, mixed, mask=is_query[:, None] & (of_value[None, :] < value_size))
-
-
-@triton.jit
-def join_parts(
-    largest_of, total_of, mixed_of, found, key_heads, group, nodes, parts, value_size,
-    PARTS: tl.constexpr, VALUE_SIZE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """The parts of one query; grid: queries of all rows and key heads."""
-    wait(EARLY)
-    query, part, column = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS), tl.arange(0, VALUE_SIZE)
-    at, is_part = query * (parts + 1) + part, part <= parts
-    largest = tl.load(largest_of + at, mask=is_part, other=float("-inf"))
-    weights = tl.exp(largest - tl.max(largest, 0))  # every token sees itself, so one is finite
-    total = tl.sum(weights * tl.load(total_of + at, mask=is_part, other=0.0), 0)
-    is_value = is_part[:, None] & (column[None, :] < value_size)
-    mixed = tl.load(mixed_of + at[:, None] * value_size + column[None, :], mask=is_value, other=0.0)
-    outputs = tl.sum(mixed * weights[:, None], 0) / total
-    pair, node, member = query // (nodes * group), query // group % nodes, query % group
-    row, head = pair // key_heads, pair % key_heads
-    to = found + (((row * nodes + node) * key_heads + head) * group + member) * value_size + column
-    tl.store(to, outputs.to(found.dtype.element_ty), mask=column < value_size)
-
-
 def norm(
     inputs: Float[Tensor, "*axes size"], weight: Float[Tensor, " size"], eps: float, offset: float = 0.0
 ) -> Float[Tensor, "*axes size"]:
@@ -271,42 +188,6 @@ def rotate_and_store(
         **STARTED,
     )  # fmt: skip
     return query
-
-
-def attention(
-    query: Float[Tensor, "rows heads block head_dim"],
-    key: Float[Tensor, "rows kv_heads slots head_dim"],
-    value: Float[Tensor, "rows kv_heads slots value_dim"],
-    keys: VisibleKeys,
-    scaling: float | None = None,
-) -> Float[Tensor, "rows block heads value_dim"]:
-    """softmax(query key^T * scaling) value over the visible keys; keys and values as in the cache."""
-    (rows, heads, nodes, size), (_, key_heads, slots, value_size) = query.shape, value.shape
-    group, pending = heads // key_heads, keys.visible.shape[2]
-    query, key, value = (each if each.stride(3) == 1 else each.contiguous() for each in (query, key, value))
-    queries = min(max(triton.next_power_of_2(nodes * group), 16), BLOCK)
-    blocks = triton.cdiv(nodes * group, queries)
-    parts = min(max(PROGRAMS // (rows * key_heads * blocks), 1), PARTS_MAX)
-    part_keys = triton.cdiv(slots, parts * BLOCK) * BLOCK
-    parts = triton.cdiv(slots, part_keys)
-    found = query.new_empty(rows, nodes, heads, value_size)
-    largest, total = query.new_empty(2, rows * heads * nodes, parts + 1, dtype=torch.float32)
-    mixed = query.new_empty(rows * heads * nodes, parts + 1, value_size, dtype=torch.float32)
-    wide = {"VALUE_SIZE": max(triton.next_power_of_2(value_size), 16)}
-    sizes = {**wide, "SIZE": max(triton.next_power_of_2(size), 16), "QUERIES": queries, "BLOCK": BLOCK}
-    # More stages would need more shared memory than most cards have, and fewer warps more registers.
-    sizes |= {"num_stages": 1 if query.dtype == torch.float32 else 2, "num_warps": 8 if queries == BLOCK else 4}
-    visible_row = 0 if len(keys.visible) == 1 else keys.visible.stride(0)
-    attend[blocks, parts + 1, rows * key_heads](
-        query, key, value, keys.starts, keys.visible.view(torch.uint8), keys.firsts, largest, total, mixed,
-        key_heads, group, nodes, parts, part_keys, pending, size, value_size, visible_row,
-        size**-0.5 if scaling is None else scaling, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-        HAS_WINDOW=keys.firsts is not None, **sizes, **STARTED,
-    )  # fmt: skip
-    shape = key_heads, group, nodes, parts, value_size
-    wide["PARTS"] = triton.next_power_of_2(parts + 1)
-    join_parts[(rows * heads * nodes,)](largest, total, mixed, found, *shape, num_warps=1, **wide, **STARTED)
-    return found
 
 
 def warps(width: int) -> int:

@@ -97,8 +97,8 @@ class ChoosingHead(FusedForward):
     """Replaces the forward of an lm_head, which only keeps its inputs in passes of `choose`."""
 
     def __init__(self, module: nn.Linear) -> None:
-        super().__init__(module)
         self.own = vars(module).get("forward") or partial(type(module).forward, module)
+        super().__init__(module, self.own)
         self.tiles = dict[tuple[int, bool], Tile]()  # by padded number of nodes, and whether a row is sampled
         self.given: Tensor | None = None
         self.kept = Tensor()

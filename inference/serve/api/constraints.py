@@ -90,7 +90,7 @@ class Grammars:
             (tokens,) = state.allowed(()).numpy().nonzero()  # torch takes ten times as long
             if len(tokens) > 1:
                 break
-            if not state.advance(tokens.tolist()):
+            if len(tokens) == 0 or not state.advance(int(tokens[0])):
                 reason = one_line(state.matcher.get_error().partition("\n")[0])
                 wrong = f"{name}: no text fits, or it is too complex ({reason})"
                 raise ValueError(f"{wrong}; {allowed} is allowed: correct it")
@@ -118,14 +118,8 @@ class GrammarState:
         self.taken: list[int] = []  # tokens of the text, without its end
         self.is_renewed = False
         self.has_ended = False
-        self.masks: dict[Path, Tensor] = {}  # after the present text; drafts and their target need the same ones
 
     def allowed(self, path: Path) -> Bool[Tensor, " vocab"]:
-        if path not in self.masks:
-            self.masks[path] = self._mask(path)
-        return self.masks[path]
-
-    def _mask(self, path: Path) -> Bool[Tensor, " vocab"]:
         ends, mask = self.grammars.end_tokens, torch.zeros(self.grammars.vocab_size, dtype=torch.bool)
         if self.has_ended or ends & {*path}:
             mask[[*ends]] = True
@@ -135,7 +129,7 @@ class GrammarState:
         taken = self.matcher.try_consume_tokens([*path])
         bits = numpy.frombuffer(self.matcher.compute_bitmask(), dtype=numpy.uint8)
         if self.matcher.is_error():
-            return self._mask(path) if self._renew() else mask
+            return self.allowed(path) if self._renew() else mask
         assert taken == len(path), "the path is not allowed"
         mask = torch.from_numpy(numpy.unpackbits(bits, bitorder="little")[: len(mask)].view(bool))
         may_end = self.matcher.is_accepting()
@@ -159,18 +153,14 @@ class GrammarState:
         self.matcher.consume_tokens(self.taken)
         return True
 
-    def advance(self, tokens: list[int]) -> int:
-        for count, token in enumerate(tokens):
-            if not bool(self.allowed(())[token]):
-                return count
-            if token in self.grammars.end_tokens:
-                self.has_ended = True
-            elif self.matcher.consume_token(token) or (self._renew() and self.matcher.consume_token(token)):
-                self.taken.append(token)
-            else:  # beyond the library's limits
-                return count
-            self.masks.clear()
-        return len(tokens)
+    def advance(self, token: int) -> bool:
+        if token in self.grammars.end_tokens:
+            self.has_ended = True
+            return True
+        if self.matcher.consume_token(token) or (self._renew() and self.matcher.consume_token(token)):
+            self.taken.append(token)
+            return True
+        return False  # beyond the library's limits
 
 
 def short(source: str, name: str) -> str:

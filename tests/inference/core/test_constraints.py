@@ -19,7 +19,7 @@ from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import KVCache
-from headstart.inference.core.constraint import NoWayOnError
+from headstart.inference.core.constraint import Constraint, GuardedState, NoWayOnError
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
@@ -162,14 +162,14 @@ def test_lookup_proposes_nothing_that_the_grammar_refuses(target: TargetModel, g
     x, a, nine, eight, seven, dash = (VOCABULARY[letter] for letter in "xa987-")
     before = [x, nine, a, a, x, nine, eight, seven, x]
     free = verified(target, Sampling(), (0, len(before) - 1), texts=[before])
-    constrained = replace(free, rows=[replace(free.rows[0], constraint=grammars.regex("[0-9]{2}-[a-z]+").start())])
+    constrained = replace(free, rows=[replace(free.rows[0], constraint=started(grammars.regex("[0-9]{2}-[a-z]+")))])
     lookup, cache = Lookup(LIMITS, ngram=2), KVCache.allocate((1, 1, 1), None, 1)
     assert paths(lookup.draft(free, cache))[0] >= {(nine, a), (nine, eight, seven)}
     assert paths(lookup.draft(constrained, cache))[0] == {(nine,), (nine, eight), (nine, eight, dash)}
 
 
 def test_a_text_may_end_only_where_the_grammar_does(target: TargetModel, grammars: Grammars) -> None:
-    state, (a, b, c) = grammars.regex("ab?").start(), (VOCABULARY[letter] for letter in "abc")
+    state, (a, b, c) = started(grammars.regex("ab?")), (VOCABULARY[letter] for letter in "abc")
     assert not state.allowed(())[0]
     assert state.advance([a]) == 1
     assert state.allowed(())[0]
@@ -177,7 +177,7 @@ def test_a_text_may_end_only_where_the_grammar_does(target: TargetModel, grammar
     assert state.allowed((0,)).nonzero().flatten().tolist() == [0]  # after its end only that is repeated
     assert state.advance([b, b]) == 1
     assert state.advance([0, 0]) == 2
-    state = Grammars(build_tokenizer(), target.config.vocab_size, [0, b]).regex("a[bc]+d").start()
+    state = started(Grammars(build_tokenizer(), target.config.vocab_size, [0, b]).regex("a[bc]+d"))
     assert state.allowed((a,)).nonzero().flatten().tolist() == [c]
 
 
@@ -205,7 +205,12 @@ def test_calls_follow_their_tools_and_nothing_else(grammars: Grammars) -> None:
 
 def spells(grammar: Grammar, text: str) -> bool:
     tokens = [*build_tokenizer()(text)["input_ids"], 0]
-    return grammar.start().advance(tokens) == len(tokens)
+    return started(grammar).advance(tokens) == len(tokens)
+
+
+def started(constraint: Constraint) -> GuardedState:
+    """The state of a text without output, as a row has it."""
+    return GuardedState(constraint, len(build_tokenizer()))
 
 
 def test_a_text_without_a_way_on_ends_in_an_error_and_not_as_a_proper_end(target, grammars) -> None:
@@ -242,10 +247,11 @@ def test_a_constant_may_spell_an_end_token(target: TargetModel, grammars: Gramma
 
 def test_an_error_of_the_library_while_drafts_are_checked_does_not_end_the_text(grammars: Grammars) -> None:
     """Its errors are final, so the text goes on from a new matcher, and without drafts."""
-    state, (a, b, c) = grammars.regex("ab+c").start(), (VOCABULARY[letter] for letter in "abc")
+    state, (a, b, c) = started(grammars.regex("ab+c")), (VOCABULARY[letter] for letter in "abc")
     assert state.advance([a, b]) == 2
     assert state.allowed((b,)).any()
-    state.matcher.consume_token(a)  # an error
+    grammar_state: Any = state.state
+    grammar_state.matcher.consume_token(a)  # an error
     assert not state.allowed((b, b)).any()
     assert state.allowed(()).nonzero().flatten().tolist() == [b, c]
     assert state.advance([b, c, a]) == 2
@@ -255,7 +261,7 @@ def test_an_error_of_the_library_while_drafts_are_checked_does_not_end_the_text(
 def test_a_grammar_comes_before_rules_that_would_leave_it_no_way_on(target: TargetModel, grammars: Grammars) -> None:
     a, b, d = (VOCABULARY[letter] for letter in "abd")
     rules = TextRules((a, b), target.config.vocab_size, 9, (0,), min_new_tokens=9, bad_words=((b, a), (a, b)))
-    state = replace(rules, grammar=grammars.regex("[ab][abc]d")).start()
+    state = started(replace(rules, grammar=grammars.regex("[ab][abc]d")))
     assert state.allowed(()).nonzero().flatten().tolist() == [b]  # a would complete a bad word
     assert not state.allowed((b,))[a]
     assert state.allowed((b,))[b]

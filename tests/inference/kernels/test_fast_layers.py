@@ -296,7 +296,7 @@ def test_fused_layers_compute_what_transformers_own_do_and_give_way_to_them(make
         fast_layers.fuse_norms(model)
         join_linears(model)
         own = {name: vars(module).get("forward") for name, module in model.named_modules()}
-        fused = [name for name, forward in own.items() if isinstance(forward, fast_layers.Fused)]
+        fused = [name for name, forward in own.items() if isinstance(forward, fast_layers.FusedForward)]
         assert len(fused) == 1 + 2 * (2 + 3 + 2)  # norms; projections to queries, keys and values; gate and up
         assert_close(model(tokens).logits, wanted, rtol=1e-4, atol=1e-4)
         with own_layers_of(model):

@@ -100,12 +100,12 @@ def test_the_fastest_tile_is_chosen_for_each_number_of_tokens_and_torch_where_it
     layer = nn.Linear(30, 20)
     assert gpu.choose_products(nn.Sequential(layer), trials) == "1 of 1 shapes"
     chosen = {1: best[1], 2: best[2], **dict.fromkeys((5, 6, 7, 8), best[8])}
-    assert vars(layer)["forward"].chosen == chosen
+    assert vars(layer)["forward"].compute.args[1] == chosen
     assert trials.times["20 x 30, 4 tokens"] == (1e6, 1e6)
     assert trials.times["20 x 30, 8 tokens"] == (1e6, 9e5)
     monkeypatch.setattr(gpu, "MATRIX_DTYPES", ())
     gpu.choose_products(nn.Sequential(layer), trials)
-    assert vars(layer)["forward"].chosen == {1: best[1]}
+    assert vars(layer)["forward"].compute.args[1] == {1: best[1]}
 
 
 def test_more_tokens_and_training_run_the_layers_own_code(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_every_layer_of_a_target_multiplies_as_it_is_joined(gpu: ModuleType, fam
     join_linears(target.model)
     assert gpu.choose_products(target.model, pretended(gpu, lambda *_: 0.5)) == "5 of 5 shapes"
     for *_, linear in linear_layers(target.model):
-        assert type(vars(whole_of(linear) or linear)["forward"]) is gpu.FewRows
+        assert vars(whole_of(linear) or linear)["forward"].compute.func is gpu.few_rows
     assert difference(target.passes) is None
 
 

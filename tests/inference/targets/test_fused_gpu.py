@@ -29,7 +29,7 @@ from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.kernels import join_linears, kernels_on_gpu
 from headstart.inference.targets import attention
-from headstart.inference.targets.attention import FUSED, FusedHeadAttention, fuse_head
+from headstart.inference.targets.attention import FUSED, fuse_head, head_attention
 from headstart.inference.targets.check import fuse_where_right
 from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.model import TargetModel
@@ -46,9 +46,9 @@ few = settings(max_examples=30, deadline=None)
 def gpu() -> ModuleType:
     if os.environ.get("TRITON_INTERPRET") != "1":  # before torch imports Triton
         pytest.skip("make check-kernels runs it")
-    module: Any = importlib.import_module("headstart.inference.kernels.gpu.fused")
+    module: Any = importlib.import_module("headstart.inference.kernels.gpu.attention")
     module.BLOCK, module.PARTS_MAX = 16, 3  # so small that a short text has several
-    return module
+    return kernels_on_gpu("fused")
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -132,7 +132,8 @@ def test_attention_to_parts_is_masked_attention(gpu, lengths, sizes, window, sta
     query = numbers(rows, key_heads * group, nodes, size, dtype=dtype)
     mask, carrier = (block_mask(slots, block, dtype, window, carries) for carries in (False, True))
     keys, values = slots.append(0, *new)
-    found, seen = gpu.attention(query, keys, values, keys_of(carrier), 0.3), mask[..., : keys.shape[2]] == 0
+    attend = kernels_on_gpu("attention").attention
+    found, seen = attend(query, keys, values, keys_of(carrier), 0.3), mask[..., : keys.shape[2]] == 0
     wanted = attention.attention_with_caps(query.float(), keys.float(), values.float(), seen, 0.3, None, None)
     assert_close(found, wanted.to(dtype), **CLOSE[dtype])
 
@@ -185,7 +186,8 @@ def test_texts_by_kernels_are_those_of_the_modules_own_code(gpu, make_model, mak
         join_linears(head)
         if fuse:
             fuse_head(head, fuse_where_right(target.passes)[0])
-            assert [type(vars(each).get("forward")) for each in head.modules()].count(FusedHeadAttention) == 1
+            fused = [vars(each)["forward"].compute for each in head.modules() if "forward" in vars(each)]
+            assert [getattr(each, "func", None) for each in fused].count(head_attention) == 1
         requests = [Request([5, 6, 7], 6, Sampling()), Request([9] * 11, 6, Sampling(0.8, seed=3))]
         return [text.tokens for text in generate_batch(target, requests, head_drafter(head, Dynamic(2, 2, 4)))]
 
@@ -237,7 +239,8 @@ def test_a_step_of_32_layers_launches_few_kernels(gpu, make_model, monkeypatch, 
         run()
         with monkeypatch.context() as patch, seen:
             for name in KERNELS:
-                patch.setattr(gpu, name, counted(name, getattr(gpu, name)))
+                module = gpu if name in vars(gpu) else kernels_on_gpu("attention")
+                patch.setattr(module, name, counted(name, getattr(module, name)))
             run()
         assert {*KERNELS} <= {*seen.seen}
         return seen.seen.total()

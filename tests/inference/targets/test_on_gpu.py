@@ -19,7 +19,7 @@ from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.kernels import kernels_on_gpu, own_layers_of
-from headstart.inference.kernels.fast_layers import Fused
+from headstart.inference.kernels.fast_layers import FusedForward
 from headstart.inference.targets.attention import folded_attention
 from headstart.inference.targets.cuda_graph import Graphed, SpareSteps
 from headstart.inference.targets.model import TargetModel
@@ -101,7 +101,7 @@ def test_attention_to_parts_of_the_keys_equals_attention_under_a_mask(nodes: int
     mask, carrier = (block_mask(slots, block, query.dtype, carries_keys=carries) for carries in (False, True))
     key, value = slots.layers[0]
     visible: Any = keys_of(carrier)
-    found = kernels_on_gpu("fused").attention(query, key, value, visible).float()
+    found = kernels_on_gpu("attention").attention(query, key, value, visible).float()
     wanted = folded_attention(query.float(), key.float(), value.float(), mask.float(), None).transpose(1, 2)
     assert (found - wanted).norm() < 0.01 * wanted.norm()
 
@@ -111,7 +111,9 @@ def test_fused_layers_compute_what_those_of_transformers_do(make_model: ModelFac
     model = made.cuda().bfloat16()
     target = fused(TargetModel(model, ()))
     layer = model.model.layers[0]
-    assert all(isinstance(vars(each).get("forward"), Fused) for each in (model.model.norm, layer.self_attn.k_proj))
+    assert all(
+        isinstance(vars(each).get("forward"), FusedForward) for each in (model.model.norm, layer.self_attn.k_proj)
+    )
     tokens = torch.arange(90, device="cuda").unsqueeze(0)
     found = target.passes.forward(tokens).logits.float()
     with own_layers_of(model):

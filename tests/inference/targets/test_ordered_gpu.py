@@ -24,21 +24,23 @@ def gpu() -> Iterator[ModuleType]:
     """The kernels, with blocks so small that a short text has several."""
     if os.environ.get("TRITON_INTERPRET") != "1":  # before torch imports Triton
         pytest.skip("make check-kernels runs it")
-    module: Any = importlib.import_module("headstart.inference.kernels.gpu.ordered")
-    before = module.BLOCK, module.SPLIT
-    module.BLOCK, module.SPLIT = 8, 2
+    module: Any = importlib.import_module("headstart.inference.kernels.gpu.attention")
+    ordered = matmul.kernels_on_gpu("ordered")
+    before = module.BLOCK, module.SPLIT, ordered.BLOCK
+    module.BLOCK, module.SPLIT, ordered.BLOCK = 8, 2, 8
     yield module
-    module.BLOCK, module.SPLIT = before
+    module.BLOCK, module.SPLIT, ordered.BLOCK = before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_product_of_one_token_has_the_bits_that_it_has_among_others(gpu: ModuleType, dtype: torch.dtype) -> None:
+    ordered = matmul.kernels_on_gpu("ordered")
     inputs, weight = torch.randn(1, 20, 30, dtype=dtype), torch.randn(1, 40, 30, dtype=dtype)
-    found = gpu.matmul(inputs, weight.mT)
+    found = ordered.matmul(inputs, weight.mT)
     wanted = (inputs.float() @ weight.mT.float()).to(dtype)
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
     for rows in ([0], [19], [3, 17], [*range(9)]):
-        assert torch.equal(gpu.matmul(inputs[:, rows], weight.mT), found[:, rows])
+        assert torch.equal(ordered.matmul(inputs[:, rows], weight.mT), found[:, rows])
 
 
 @pytest.mark.parametrize("window", [None, 9])
