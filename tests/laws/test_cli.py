@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import pytest
 from bad_inputs import Typed, assert_refused
 
 from headstart import cli
-from headstart.recipes import Recipe, load_recipe
+from headstart.recipes import Recipe, command_line, load_recipe
 from headstart.recipes.command_line import recipe_from_command_line
 from headstart.trainers import eagle
 
 ROOT = Path(__file__).resolve().parents[2]
+FIELDS = cache(command_line.field_table)
 MODULES = {name: command.module for name, command in cli.COMMANDS.items() if command.module is not None}
 
 
@@ -43,7 +45,8 @@ def test_train_runs_the_script_of_the_recipes_kind_of_head(recipe, script, monke
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_help_of_a_subcommand_is_the_modules_own_and_names_the_command_that_was_typed(name: str, typed: Typed) -> None:
+def test_help_of_a_subcommand_is_the_modules_own_and_names_the_command_that_was_typed(name, typed, monkeypatch) -> None:
+    monkeypatch.setattr(command_line, "field_table", FIELDS)
     printed = typed(name, "--help").out
     assert printed.startswith(f"usage: headstart {name} ")
     module = cli.COMMANDS[name].module
@@ -65,8 +68,10 @@ def test_help_lists_every_subcommand_in_the_order_of_the_data_flow(arguments: li
 # Type every command in one process, as `headstart NAME` or as a script or module that accelerate launches, and print
 # those after which a slow library is loaded.
 TYPE_EVERYTHING = """
-import contextlib, io, runpy, sys
+import contextlib, functools, io, runpy, sys
 from headstart import cli
+from headstart.recipes import command_line
+command_line.field_table = functools.cache(command_line.field_table)
 
 def type_all(arguments):
     for start in ["headstart", *cli.COMMANDS, *LAUNCHED]:

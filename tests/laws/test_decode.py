@@ -27,7 +27,7 @@ from headstart.inference.engine.loop import generate, generate_batch
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema_heads import BlockSection, Eagle3Section, HeadSection, PEagleSection
 
-PROMPT, NEW_TOKENS = [5, 6, 7, 11], 13
+PROMPT, NEW_TOKENS = [5, 6, 7, 11], 10
 INF = float("inf")
 SAMPLINGS = {
     "greedy": Sampling(),
@@ -103,7 +103,6 @@ SIZES: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "taps": (0, 1, 2)}
 SECTIONS: tuple[HeadSection, ...] = (
     Eagle3Section(kind="eagle3", **SIZES),
     BlockSection(kind="block", block_size=4, markov_rank=6, **SIZES),
-    BlockSection(kind="block", block_size=4, markov_rank=0, **SIZES),
     PEagleSection(kind="peagle", depths=4, num_layers=2, **SIZES),
 )
 
@@ -127,7 +126,7 @@ def test_every_family_decodes_losslessly_alone_and_in_batches(family: str) -> No
         make_dense(head)
         heads.append(head_drafter(head.requires_grad_(False), Dynamic(2, 12, 36)))
     draft, accepted = TargetModel(FAMILIES[family](), ()), list[float]()
-    models = [ModelDrafter(draft, growth, target) for growth in (Dynamic(4, 3, 9), LOPSIDED, Dynamic.chain(4))]
+    models = [ModelDrafter(draft, growth, target) for growth in (LOPSIDED, Dynamic.chain(4))]
     for drafter in (Hidden(*whole), Lookup(Growth(5, 3, 12)), *heads, *models):
         found = generate_batch(target, requests, drafter, 4)
         assert [generation.tokens for generation in found] == wanted, drafter
@@ -292,7 +291,7 @@ def test_generate_changes_neither_the_prompt_nor_the_global_random_state(target:
 
 
 def test_stats_add_up(target: TargetModel, plain: Plain) -> None:
-    text = PROMPT + plain(Sampling())
+    text = PROMPT + plain(Sampling(), count=13)
     parts = [generate(target, PROMPT, 12, drafter=Oracle(text, ahead=depth)) for depth in (5, 1)]
     parts += [Generation(), generate(target, PROMPT, 12, drafter=Hidden(text))]
     total = DecodeStats.sum_of(part.stats for part in parts)

@@ -54,15 +54,10 @@ class Passage:
     text: str
 
 
-@cache
-def tree_of(file: Path) -> ast.Module:
-    return ast.parse(text_of(file))
-
-
 def strings_of(file: Path) -> Iterator[Passage]:
     """Every string literal, docstrings included; an f-string is one string with VALUE for each value."""
     name = file.relative_to(ROOT).as_posix()
-    nodes: list[ast.AST] = [tree_of(file)]
+    nodes: list[ast.AST] = [ast.parse(text_of(file))]  # not kept: trees make work for the garbage collector
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.JoinedStr):
@@ -71,7 +66,8 @@ def strings_of(file: Path) -> Iterator[Passage]:
             continue
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield Passage(name, node.lineno, node.value)
-        nodes += ast.iter_child_nodes(node)
+        elif not isinstance(node, ast.Name):
+            nodes += ast.iter_child_nodes(node)
 
 
 @cache
@@ -99,7 +95,7 @@ def options() -> frozenset[str]:
     known |= {option for action in launch_command_parser()._actions for option in action.option_strings}
     files = [*ROOT.glob("benchmarks/**/*.py"), *our_files()]
     for file in [each for each in files if '"--' in text_of(each)]:
-        for node in ast.walk(tree_of(file)):
+        for node in ast.walk(ast.parse(text_of(file))):
             called = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
             if isinstance(node, ast.Call) and called in ("add_argument", "add"):
                 known |= {str(each.value) for each in node.args if isinstance(each, ast.Constant)}

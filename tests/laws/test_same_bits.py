@@ -99,12 +99,12 @@ def test_a_trained_target_writes_the_same_texts_with_drafts_in_batches_and_from_
     target = TargetModel.load(TargetSection.model_validate(section), (2, 8, 13))
     head = load_drafting_head(ASSETS / "demo_head", target)
     # Beginnings of unlike lengths that the target has written itself, so that texts go on like its training data.
-    starts = [Request([5 + 11 * number, 7 + number], 9 + number, Sampling(1.0, seed=number)) for number in range(4)]
+    starts = [Request([5 + 11 * number, 7 + number], 5 + number, Sampling(1.0, seed=number)) for number in range(3)]
     begun = [each.prompt + text.tokens for each, text in zip(starts, generate_batch(target, starts), strict=True)]
-    requests = [Request(prompt, 12, Sampling(float(at % 2), seed=3)) for at, prompt in enumerate(begun)]
+    requests = [Request(prompt, 8, Sampling(float(at % 2), seed=3)) for at, prompt in enumerate(begun)]
     wanted = [generate_batch(target, [each])[0].tokens for each in requests]
     drafter = head_drafter(head, Dynamic(3, 4, 12))
-    loop = DecodeLoop(target, drafter, max_batch=4, prefill_chunk=7)
+    loop = DecodeLoop(target, drafter, max_batch=3, prefill_chunk=4)
     for each in requests:
         loop.submit(each)
     finish(loop)

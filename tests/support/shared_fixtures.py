@@ -89,8 +89,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _sound_loops_and_short_waits() -> Iterator[None]:
-    """Check every decode loop after each of its steps. Time each part of a step once. Let httpx read the certificates
-    of all authorities once, and not for each client, 30 ms each: the tests need none of them.
+    """Check every decode loop after each of its steps. Time few parts of a step. Let httpx read the certificates of all
+    authorities once, and not for each client, 30 ms each: the tests need none of them.
     """
     step = DecodeLoop.step
 
@@ -101,7 +101,7 @@ def _sound_loops_and_short_waits() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DecodeLoop, "step", checked)
-        patch.setattr(cost_measurement, "TIMED_RUNS", 1)
+        patch.setattr(cost_measurement, "SECONDS_ON_CPU", 1e-3)
         patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
         yield
 

@@ -107,7 +107,7 @@ def plain(target: TargetModel, ruled: list[Request]) -> list[Generation]:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("name", [slow("head"), "head of 40 tokens", "draft model", "prompt lookup"])
+@pytest.mark.parametrize("name", [slow("head"), "head of 40 tokens", "draft model", slow("prompt lookup")])
 @pytest.mark.parametrize("static", [False, True])
 def test_constrained_texts_are_valid_and_the_same_with_drafts(target, ruled, plain, name, static) -> None:
     size = target.config.vocab_size

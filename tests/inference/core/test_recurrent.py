@@ -77,7 +77,7 @@ def counting(counts: list[int]) -> Callable[..., Any]:
     return counted
 
 
-@pytest.mark.parametrize("stateful", slow_unless(("qwen3_next", "lfm2", "own cache"), KINDS), indirect=True)
+@pytest.mark.parametrize("stateful", slow_unless(("qwen3_next", "own cache"), KINDS), indirect=True)
 def test_texts_are_those_of_transformers_and_drafts_change_none(stateful: TargetModel) -> None:
     """Alone, and in a batch whose rows accept different numbers, so that their windows differ in length."""
     wanted = texts(stateful, requests())

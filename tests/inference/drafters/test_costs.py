@@ -45,6 +45,8 @@ AT = Situation(context=300, batch=1, greedy=True)
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
+    monkeypatch.setattr(cost_measurement, "SECONDS_ON_CPU", 2.0)  # all that is timed, once
+    monkeypatch.setattr(cost_measurement, "TIMED_RUNS", 1)
     return tmp_path / "costs"
 
 

@@ -227,15 +227,15 @@ def test_what_was_right_is_counted_as_far_as_the_text_tells() -> None:
 
 def test_a_loop_is_written_in_long_steps_from_the_first_repeat_on_alone_and_beside_others(target, make_head) -> None:
     requests = [
-        Request([5, 6, 7, 11], 40, LOOP),
+        Request([5, 6, 7, 11], 24, LOOP),
         Request([*PHRASE, 1, *PHRASE[:4]], 16),
         Request([3, 4] * 9, 14, Sampling(1.0, seed=4)),
-        Request([8, 2], 20, Sampling(0.7, seed=5, logit_bias=((9, 9.0),))),
+        Request([8, 2], 12, Sampling(0.7, seed=5, logit_bias=((9, 9.0),))),
     ]
     plain = [generate_batch(target, [each])[0].tokens for each in requests]
     drafters = [HeadDrafter(make_head(), Dynamic(3, 3, 8), repeats) for repeats in (None, Repeats(8))]
     without, alone = (generate_batch(target, requests[:1], drafter)[0] for drafter in drafters)
-    assert alone.tokens == without.tokens == plain[0] == [9] * 40
+    assert alone.tokens == without.tokens == plain[0] == [9] * 24
     assert alone.stats.steps <= without.stats.steps / 2
     assert [each.tokens for each in generate_batch(target, requests, drafters[1], max_batch=3)] == plain
 

@@ -89,12 +89,12 @@ def make_paced(target: TargetModel, drafter: Drafter | None, piece: int, static:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["eagle3", "block", "draft model"])
-@pytest.mark.parametrize("piece", slow_unless((7, 64), (1, 7, 64)))
+@pytest.mark.parametrize("piece", slow_unless((7, 32), (1, 7, 32)))
 @pytest.mark.parametrize("static", [False, True])
 def test_a_prompt_in_pieces_is_continued_as_one_read_whole(target, make_head, make_model, kind, piece, static) -> None:
     """The same trees are drafted too: a head read each piece with the token after it, which the prompt holds, and a
     draft model reads each piece as the target does."""
-    requests = [Request(LONG[:70], 9), Request([3], 30, Sampling(1.0, seed=1)), Request(LONG[:20], 5, Sampling(0.8))]
+    requests = [Request(LONG[:40], 6), Request([3], 14, Sampling(1.0, seed=1)), Request(LONG[:20], 4, Sampling(0.8))]
     if kind == "draft model":
         drafter: Drafter = ModelDrafter(TargetModel(make_model(seed=3), ()), Dynamic(3, 2, 6), target)
     else:
@@ -157,7 +157,7 @@ def test_a_model_that_changes_the_mask_reads_prompts_apart(make_model: ModelFact
 def test_running_rows_go_on_while_a_long_prompt_is_read(target: TargetModel, static: bool) -> None:
     """At least ten pieces, in the row's own steps, or in turn with them if these have static shapes."""
     loop = make_paced(target, None, 10, static)
-    loop.submit(Request([3], 200))
+    loop.submit(Request([3], 40))
     loop.step()
     loop.submit(Request(LONG, 5))
     blocks: list[list[int]] = []

@@ -113,8 +113,8 @@ def test_greedy_output_equals_that_of_transformers(case, prompts, target, model,
     wanted = of_batch(case) if prompts is BATCH else theirs.generate(**prompts, **fields)
     width = prompts["input_ids"].shape[1]
     texts = [PROMPTS[row] + written[width:].tolist() for row, written in enumerate(wanted)]
-    for drafter in (None, Moody(*texts)):
-        assert torch.equal(written_by(SpeculativeModel(target, drafter), **prompts, **fields), wanted)
+    drafter = None if prompts is ALONE else Moody(*texts)
+    assert torch.equal(written_by(SpeculativeModel(target, drafter), **prompts, **fields), wanted)
     assert torch.equal(written_by(model, **prompts, generation_config=GenerationConfig(**fields)), wanted)
 
 

@@ -14,11 +14,10 @@ from tiny_run import build_run, tiny_recipe
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from headstart.data_pipelines.prompts.responses import target_writer
-from headstart.heads.kinds.checkpoint import load_head_for
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.drafters.growth import Growth
+from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.generate.model import SpeculativeModel
@@ -27,23 +26,22 @@ from headstart.inference.serve.options import ServerSettings
 from headstart.inference.targets.model import TargetModel, end_tokens, pad_token
 from headstart.inference.targets.tokenizer import visible_text_of
 
-ASSETS = Path(__file__).parents[3] / "assets"
-DEMO, HEAD = ASSETS / "demo_target", ASSETS / "demo_head"
+DEMO = Path(__file__).parents[3] / "assets/demo_target"
 # def main(self, path):\n    return
 CODE = [316, 499, 262, 8, 274, 12, 643, 300, 272, 331]
-COMMA, DOT = 12, 14  # of which the greedy text after CODE has several
+SCORE, DOT = 63, 14  # an underscore and a dot, of which the greedy texts have several
 NEW = 10
 
 
 class Demo:
-    """The demo target with the generation_config.json of a folder: as transformers' model, and as ours with a head."""
+    """Four layers of the demo target with a folder's generation_config.json: as transformers' model, and as ours."""
 
     def __init__(self) -> None:
-        load: Any = partial(AutoModelForCausalLM.from_pretrained, DEMO, dtype=torch.float32)
-        self.theirs, self.target = load(), TargetModel(load(), (2, 8, 13))
+        load: Any = partial(AutoModelForCausalLM.from_pretrained, DEMO, dtype=torch.float32, num_hidden_layers=4)
+        self.theirs, self.target = load(), TargetModel(load(), ())
         self.theirs.generation_config = GenerationConfig()
         self.without_file = self.theirs.generate(**prompts(**SHORT)).tolist()
-        self.drafter = HeadDrafter(load_head_for(HEAD, self.target.frozen), Dynamic(3, 2, 6))
+        self.drafter = Lookup(Growth(3, 2, 6), ngram=1)
 
     def reading(self, folder: Path) -> tuple[Any, SpeculativeModel]:
         read = GenerationConfig.from_pretrained(folder)
@@ -77,7 +75,7 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "n-grams": ({**SHORT, "no_repeat_ngram_size": 2}, {}),
     "the longest text and prompt": ({"max_length": 25, "pad_token_id": 0}, {}),
     "a length that the call replaces": ({"max_length": 11, "repetition_penalty": 1.3}, {"max_new_tokens": NEW}),
-    "an older end token": ({**SHORT, "eos_token_id": [COMMA, 1000]}, {}),
+    "an older end token": ({**SHORT, "eos_token_id": [SCORE, 1000]}, {}),
     "a forced end": ({**SHORT, "forced_eos_token_id": 0, "max_new_tokens": 8}, {}),
     "a configuration beside it": ({**SHORT, "repetition_penalty": 1.3}, {"generation_config": NO_TRIGRAM_TWICE}),
     "a call that switches some off": (
@@ -112,10 +110,10 @@ def test_the_file_of_the_target_applies_as_in_transformers(case: str, demo: Demo
 SAMPLING: dict[str, dict[str, Any]] = {
     "sampling": {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "min_p": 0.02, "no_repeat_ngram_size": 2},
     "all at once": {
-        **{"do_sample": True, "temperature": 1.4, "top_k": 40, "repetition_penalty": 1.2, "bad_words_ids": [[COMMA]]},
+        **{"do_sample": True, "temperature": 1.4, "top_k": 40, "repetition_penalty": 1.2, "bad_words_ids": [[SCORE]]},
         **{"min_new_tokens": 5, "forced_eos_token_id": 0, "renormalize_logits": True, "suppress_tokens": [DOT]},
     },
-    "greedy": {"eos_token_id": [COMMA, DOT], "repetition_penalty": 1.2, "begin_suppress_tokens": [287]},
+    "greedy": {"eos_token_id": [SCORE, DOT], "repetition_penalty": 1.2, "begin_suppress_tokens": [287]},
 }
 
 

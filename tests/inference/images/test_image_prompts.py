@@ -28,7 +28,7 @@ from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import TargetSection
 
-NEW = 8
+NEW = 6
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("messages", CONVERSATIONS)
+@pytest.mark.parametrize("messages", [slow(CONVERSATIONS[0]), *CONVERSATIONS[1:]])
 def test_prompts_are_those_of_transformers_and_generate_continues_them(target, prompts, model, messages) -> None:
     encoded, end = assert_prompt_of_transformers(prompts, messages)
     ids = encoded["input_ids"]
@@ -78,7 +78,6 @@ def test_prompts_are_those_of_transformers_and_generate_continues_them(target, p
     padded = {name: nn.functional.pad(each, (2, 0)) for name, each in encoded.items() if each.shape == ids.shape}
     for drafter in (None, Lookup(Growth(4, 2, 8), ngram=1)):
         ours: Any = SpeculativeModel(target, drafter)
-        assert torch.equal(ours.generate(**encoded, max_new_tokens=NEW), wanted)
         assert torch.equal(ours.generate(**{**encoded, **padded}, max_new_tokens=NEW)[:, 2:], wanted)
         blocks = ours.stream(**encoded, max_new_tokens=NEW)
         assert [token for block in blocks for token in block] == wanted[0, ids.shape[1] :].tolist()

@@ -22,7 +22,7 @@ from headstart.recipes.other_commands import Options
 
 ASSETS = Path(__file__).resolve().parents[3] / "assets"
 TARGET, HEAD = ASSETS / "demo_target", ASSETS / "demo_head"
-OPTIONS = Options(count=2, new_tokens=24, depth=2)
+OPTIONS = Options(count=2, new_tokens=16, depth=2)
 
 Tensors = dict[str, Tensor]
 Config = dict[str, Any]
@@ -163,7 +163,7 @@ def test_exports_in_each_layout_draft_alike_without_findings(make_head, target_f
 def test_the_command_prints_a_table_and_its_exit_code_tells_if_anything_was_found(copied, capsys) -> None:
     head, export = copied("head"), copied("export")
     plant(export, name_taps)
-    few = ["--count", "2", "--new-tokens", "24", "--depth", "2"]
+    few = ["--count", "2", "--new-tokens", "16", "--depth", "2"]
     with pytest.raises(SystemExit) as ended:
         main([str(head), str(TARGET), str(export), *few])
     assert ended.value.code == 1

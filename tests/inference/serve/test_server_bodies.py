@@ -165,9 +165,10 @@ def test_reading_a_large_body_keeps_no_other_thread_waiting(server: Running, cas
         with suppress(ApiError, ValueError):
             server.service.encode(KINDS[path], body) if path != TOKENIZE else read_fields(TokenizeRequest, body)
 
-    times = [holds(read) or [0.0] for _ in range(2)]  # a short body may be read before the first look
-    assert min(max(each) for each in times) < 0.5 / 8
-    assert min(fmean(each) for each in times) < 0.5 / 300
+    def is_short(times: list[float]) -> bool:  # none if the body was read before the first look
+        return not times or (max(times) < 0.5 / 8 and fmean(times) < 0.5 / 300)
+
+    assert is_short(holds(read)) or is_short(holds(read))
 
 
 def test_the_event_loop_reads_no_body_and_shapes_no_long_answer(server: Running) -> None:

@@ -85,10 +85,10 @@ UNUSED = {"return_token_ids": False, "include_reasoning": True, "prompt_cache_op
     ],
 )
 def test_a_chat_is_what_its_template_makes_of_it(server, client, outside, fields, prompt) -> None:
-    found = chat(client, temperature=0, max_tokens=8, **fields)
+    found = chat(client, temperature=0, max_tokens=4, **fields)
     tokens = tokens_of(server, prompt, special=False)
     assert found.usage.prompt_tokens == len(tokens)
-    assert (found.choices[0].message.content or "") == alone(server, tokens, 8, Sampling())
+    assert (found.choices[0].message.content or "") == alone(server, tokens, 4, Sampling())
     shared = {name: value for name, value in fields.items() if name in ("messages", "tools", "reasoning_effort")}
     if fields.get("tool_choice") != "none":
         body = {"messages": [USER], **shared, **fields.get("extra_body", {})}
@@ -143,7 +143,7 @@ def test_logprobs_of_completions_are_those_of_transformers(server, client, tempe
     stops = [text * 40 for text in "abcdefghijklmnopqrstuvwxyz "]
     whole = complete(client, **fields, stop=stops).choices[0].logprobs
     target = server.service.served.target
-    (written,) = generate_batch(target, [Request(prompt, 16, Sampling(temperature, seed=3), end_tokens=())])
+    (written,) = generate_batch(target, [Request(prompt, 8, Sampling(temperature, seed=3), end_tokens=())])
     with torch.no_grad():
         logits = target.model(torch.tensor([prompt + written.tokens])).logits[0, len(prompt) - 1 : -1]
     logprobs = logits.log_softmax(-1)

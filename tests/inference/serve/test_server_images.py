@@ -30,7 +30,7 @@ from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import visible_text_of
 from headstart.recipes.schema import TargetSection
 
-CHAT, NEW = "/v1/chat/completions", 16
+CHAT, NEW = "/v1/chat/completions", 8
 Part = dict[str, Any]
 
 

@@ -285,7 +285,7 @@ SOME_FAILURES = ("when it is submitted", "as its grammar gives up")
 def test_what_fails_in_one_choice_is_told_to_its_client_alone(server, monkeypatch, capfd, place, stream) -> None:
     """No text is told as a proper end, and neither the others' texts nor what comes next change."""
     owner, name, replacement, status = FAILURES[place]
-    fields = {"prompt": "a draft", "max_tokens": 30, "ignore_eos": True, "temperature": 0}
+    fields = {"prompt": "a draft", "max_tokens": 16, "ignore_eos": True, "temperature": 0}
     alone = server.http.post(COMPLETION, json=fields).json()["choices"][0]["text"]
     failures = server.service.worker.failures
     own: Any = {"structured_outputs": {"regex": "[a-z ]{12}"}, "ignore_eos": False, "logprobs": 0}

@@ -25,7 +25,7 @@ def server(templated: Running) -> Running:
 
 def respond(client: OpenAI, **fields: Any) -> Any:
     extra = {"seed": 3, **fields.pop("extra_body", {})}
-    shared = {"model": NAME, "input": "a tree", "max_output_tokens": 8, "extra_body": extra}
+    shared = {"model": NAME, "input": "a tree", "max_output_tokens": 4, "extra_body": extra}
     return client.responses.create(**{**shared, **fields})
 
 
@@ -59,7 +59,7 @@ TURNS = [
         ({"input": [{"role": "user", "content": ""}]}, {"messages": [("user", "")]}),
         ({"tools": [FLAT], "tool_choice": "none"}, {"tools": [LOOK], "tool_choice": "none"}),
         ({"reasoning": {"effort": "low", "summary": "auto"}}, {"reasoning_effort": "low"}),
-        ({"temperature": 0, "max_output_tokens": 5}, {"temperature": 0, "max_tokens": 5}),
+        ({"temperature": 0, "max_output_tokens": 3}, {"temperature": 0, "max_tokens": 3}),
         (
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}},
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
@@ -70,7 +70,7 @@ TURNS = [
 def test_a_response_is_the_chat_that_it_stands_for(client: OpenAI, given: dict[str, Any], chat: dict[str, Any]) -> None:
     turns = chat.pop("messages", [("user", "a tree")])
     messages: Any = [{"role": role, "content": text, **(more[0] if more else {})} for role, text, *more in turns]
-    expected: Any = client.chat.completions.create(model=NAME, messages=messages, seed=3, **{"max_tokens": 8, **chat})
+    expected: Any = client.chat.completions.create(model=NAME, messages=messages, seed=3, **{"max_tokens": 4, **chat})
     found = respond(client, **given)
     assert found.output_text == expected.choices[0].message.content
     assert found.usage.input_tokens == expected.usage.prompt_tokens

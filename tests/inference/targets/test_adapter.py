@@ -71,16 +71,16 @@ def test_texts_of_a_target_with_an_adapter_are_those_of_pefts_merged_model_alone
     own: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     merged: Any = PeftModel.from_pretrained(own, adapter).merge_and_unload()
     prompt = torch.tensor([[60, 61, 62, 70]])
-    expected = merged.generate(prompt, max_new_tokens=16, do_sample=False)[0].tolist()
+    expected = merged.generate(prompt, max_new_tokens=8, do_sample=False)[0].tolist()
     fields: list[tuple[dict[str, Any], bool]] = [({"adapter": adapter}, True), ({}, False)]
     for named, is_same in fields:
         model = SpeculativeModel.from_folders(base, dtype="float32", **named)
-        text: Any = model.generate(prompt, max_new_tokens=16)
+        text: Any = model.generate(prompt, max_new_tokens=8)
         assert (text[0].tolist() == expected) == is_same
     command = ["--target", str(base), "--adapter", str(adapter), "--dtype", "float32", "--always-draft"]
     options = serve_options(None, command)
     with running(load(options, ThreadPoolExecutor(1)), options.settings) as server:
-        body = {"prompt": prompt[0].tolist(), "max_tokens": 16, "temperature": 0, "return_token_ids": True}
+        body = {"prompt": prompt[0].tolist(), "max_tokens": 8, "temperature": 0, "return_token_ids": True}
         (answer,) = server.http.post("/v1/completions", json=body).json()["choices"]
         assert answer["token_ids"] == expected[prompt.shape[1] :]
 
