@@ -93,14 +93,15 @@ def build_seeing_run(folder: Path) -> Path:
                 picture(list(COLOURS)[number % 4], number % 2, each).save(folder / path)
             rows.append({"prompt": f"{number} which colour", "images": shown})
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = (folder / "recipe.yaml").read_text()
+    recipe = (folder / "recipe.yaml").read_text().replace("response_tokens: 12", "response_tokens: 5")
     (folder / "recipe.yaml").write_text(recipe.replace("prompt_tokens: 24", "prompt_tokens: 60"))
     return folder / "recipe.yaml"
 
 
 def build_seeing_chat_run(folder: Path, **data: Any) -> Path:
     """`build_chat_run` for a target that reads images, which writes half of its prompts about three pictures."""
-    path = build_chat_run(folder, **{"self_pictures": str(folder / "shown"), "generate_batch": 16, **data})
+    own: dict[str, Any] = {"self_pictures": str(folder / "shown"), "generate_batch": 16, "response_tokens": 4}
+    path = build_chat_run(folder, **own | data)
     shutil.rmtree(folder / "target")
     build_seeing_target(folder / "target", tokenizer=build_letters(), eos_token_id=0)
     model = AutoModelForImageTextToText.from_pretrained(folder / "target")
