@@ -36,7 +36,7 @@ BUDGETS = {
     "data_pipelines/prompts": 2_484,
     "data_pipelines/stages": 404,
     "heads": 2_455,
-    "heads/formats": 1_366,
+    "heads/formats": 1_372,
     "heads/formats/kinds": 760,
     "heads/kinds": 2_086,
     "headstart": 1_182,
