@@ -86,7 +86,8 @@ def test_micro_batches_give_the_loss_and_gradient_of_the_whole_batch(make_recipe
 @pytest.mark.parametrize("split", ["train", "heldout"])
 def test_a_run_without_a_token_to_learn_stops_before_its_first_step(make_recipe, head, trained_on, split):
     recipe = make_recipe("run", f"head={head}")
-    shutil.rmtree(recipe.features_dir)  # it has the taps of an EAGLE-3 head
+    if "block" in head:
+        shutil.rmtree(recipe.features_dir)  # it has the taps of an EAGLE-3 head
     training = start_training(recipe)
     step_module.refuse_nothing_to_learn(training)
     samples = []
@@ -136,7 +137,8 @@ def test_one_micro_batch_of_features_is_in_memory_at_a_time(make_recipe, monkeyp
     ],
 )
 def test_training_in_bfloat16_follows_training_in_float32(make_recipe: Callable[..., Recipe], head: str) -> None:
-    shutil.rmtree(make_recipe("run").features_dir)  # it holds the taps of one kind
+    if "eagle3" not in head:
+        shutil.rmtree(make_recipe("run").features_dir)  # it holds the taps of an EAGLE-3 head
     losses = {}
     for precision in ("float32", "bfloat16"):
         training = start_training(make_recipe("run", f"head={head}", f"train.precision={precision}"))
