@@ -73,8 +73,9 @@ class OneTarget:
         return self._target is not None
 
     def free(self) -> None:
-        self._target = None
-        gc.collect()  # compiled layers refer to themselves
+        if self.is_loaded:
+            self._target = None
+            gc.collect()  # compiled layers refer to themselves
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
@@ -46,9 +46,7 @@ class TargetEnds:
     @classmethod
     def from_class(cls, model: PreTrainedModel) -> "TargetEnds":
         """From the class of a model, without touching this one."""
-        with torch.device("meta"):  # with an attention that every class knows
-            twin = type(model)._from_config(deepcopy(model.config), attn_implementation="eager")
-        return cls.of_twin(twin, TargetConfig.from_dict(model.config.to_dict()))
+        return ends_of_class(ModelClass(type(model), model.config.to_json_string(use_diff=False), model.config))
 
     @classmethod
     def of_twin(cls, twin: PreTrainedModel, config: TargetConfig) -> "TargetEnds":
@@ -74,6 +72,23 @@ class TargetEnds:
             return replace(ends, **logit_form(twin, ends, config))
         except Exception:  # a class that computes otherwise; `FrozenTarget.refuse_other_logits` says by how much
             return ends
+
+
+@dataclass(frozen=True)
+class ModelClass:
+    """A model's class and its configuration, which is compared by its JSON text."""
+
+    kind: type[PreTrainedModel]
+    text: str
+    config: Any = field(compare=False)
+
+
+@lru_cache(maxsize=4)
+def ends_of_class(model: ModelClass) -> TargetEnds:
+    """The ends of all models of a class; raises ValueError if they have none."""
+    with torch.device("meta"):  # with an attention that every class knows
+        twin = model.kind._from_config(deepcopy(model.config), attn_implementation="eager")
+    return TargetEnds.of_twin(twin, TargetConfig.from_dict(model.config.to_dict()))
 
 
 @lru_cache(maxsize=4)

@@ -6,11 +6,12 @@ The text is in card.md.jinja; this module collects its figures.
 import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 
 from headstart.common.files import read_growing_jsonl, read_json
 from headstart.common.remote import shown
@@ -45,9 +46,7 @@ def card(
     adapter = str(recipe.target.adapter) if recipe.target.adapter else None
     # For engines a GGUF file is the folder it was unpacked into, and an adapter the folder it was merged into.
     given = replace(target, name=recipe.target.path, adapter=adapter)
-    jinja = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
-    jinja.filters |= {"number": "{:g}".format, "shell": quote, "python": in_python}
-    return jinja.from_string(TEMPLATE.read_text()).render(
+    return template().render(
         recipe=recipe,
         head=head,
         kind=head.title,
@@ -74,6 +73,13 @@ def card(
         served=target,
         folder=folder,
     )
+
+
+@cache
+def template() -> Template:
+    jinja = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
+    jinja.filters |= {"number": "{:g}".format, "shell": quote, "python": in_python}
+    return jinja.from_string(TEMPLATE.read_text())
 
 
 def as_trained(recipe: Recipe) -> Recipe:

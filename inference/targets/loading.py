@@ -154,7 +154,8 @@ def load_weights(folder: Path, **options: Any) -> PreTrainedModel:
     transformers would replace by random numbers.
     """
     try:
-        model, info = auto_class(load_config(folder, options["trust_remote_code"])).from_pretrained(
+        options["config"] = load_config(folder, options["trust_remote_code"])
+        model, info = auto_class(options["config"]).from_pretrained(
             folder, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     except (OSError, SafetensorError) as error:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL, HEAD = ROOT / "assets/demo_target", ROOT / "assets/demo_head"
 #             more of everything, with two query heads for each key head instead of one
 SIZES = {"hidden_size": 240, "intermediate_size": 400, "head_dim": 64, "num_attention_heads": 10}
-SIZES |= {"num_key_value_heads": 5, "num_hidden_layers": 18}
+SIZES |= {"num_key_value_heads": 5, "num_hidden_layers": 17}
 PROMPT = list(range(40, 60))
 
 

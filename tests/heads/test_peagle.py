@@ -39,9 +39,9 @@ OBJECTIVE = Objective(unroll_weights=(1.0, 0.7, 0.5, 0.3))
 SHAPES: list[dict[str, Any]] = [{}, {"num_layers": 3, "fc_norm": True}, {"num_layers": 1, "num_kv_heads": 4}]
 # The target wrote no token that can be predicted of the last one.
 SAMPLES = [
-    a_sample(24, range(3, 24), 24),
+    a_sample(16, range(3, 16), 16),
     a_sample(9, range(2, 6), 9),
-    a_sample(20, range(8, 20), 20),
+    a_sample(14, range(8, 14), 14),
     a_sample(4, range(1), 4),
 ]
 

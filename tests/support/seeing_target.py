@@ -5,7 +5,6 @@ A picture is a grid of 2 by 2 cells, one of them coloured. The target has one pl
 
 import base64
 import json
-import shutil
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -82,7 +81,6 @@ def data_url(image: Image.Image | bytes, form: str = "PNG") -> str:
 def build_seeing_run(folder: Path) -> Path:
     """`build_run` for a target that reads images; two of three prompts show one or two pictures."""
     build_run(folder)
-    shutil.rmtree(folder / "target")
     build_seeing_target(folder / "target")
     (folder / "shown").mkdir()
     for name, count, first in (("prompts", 14, 0), ("heldout", 5, 100)):
@@ -93,15 +91,15 @@ def build_seeing_run(folder: Path) -> Path:
                 picture(list(COLOURS)[number % 4], number % 2, each).save(folder / path)
             rows.append({"prompt": f"{number} which colour", "images": shown})
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = (folder / "recipe.yaml").read_text()
+    recipe = (folder / "recipe.yaml").read_text().replace("response_tokens: 12", "response_tokens: 5")
     (folder / "recipe.yaml").write_text(recipe.replace("prompt_tokens: 24", "prompt_tokens: 60"))
     return folder / "recipe.yaml"
 
 
 def build_seeing_chat_run(folder: Path, **data: Any) -> Path:
     """`build_chat_run` for a target that reads images, which writes half of its prompts about three pictures."""
-    path = build_chat_run(folder, **{"self_pictures": str(folder / "shown"), "generate_batch": 16, **data})
-    shutil.rmtree(folder / "target")
+    own: dict[str, Any] = {"self_pictures": str(folder / "shown"), "generate_batch": 16, "response_tokens": 4}
+    path = build_chat_run(folder, **own | data)
     build_seeing_target(folder / "target", tokenizer=build_letters(), eos_token_id=0)
     model = AutoModelForImageTextToText.from_pretrained(folder / "target")
     model.lm_head.weight.data[-4:] = 0  # it seldom writes the marks of images

@@ -1,6 +1,7 @@
 """Tiny random targets and heads: a few thousand weights, with distributions so peaked that a wrong mask shows."""
 
 import functools
+import gc
 import shutil
 import ssl
 from collections.abc import Callable, Iterator
@@ -46,6 +47,7 @@ HeadFactory = Callable[..., Any]  # returns a head of the requested kind
 
 @pytest.fixture(autouse=True, scope="module")
 def _shapes_of_a_file() -> None:
+    gc.freeze()  # what earlier files imported; each collection at the end of a harvest would go through it again
     shape_checks.check_first(10)
 
 

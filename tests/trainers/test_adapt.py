@@ -177,11 +177,11 @@ def test_traffic_keeps_to_its_bytes_and_its_time(recipe: Recipe) -> None:
 @pytest.fixture(scope="module")
 def demo() -> tuple[DraftHead, list[Sample], list[int]]:
     """The demo's head, texts of its target, and the steps that each took with chains of the head."""
-    target = TargetModel.load(TargetSection(path=str(ROOT / "assets/demo_target"), dtype="float32", device="cpu"), ())
-    head = load_head_for(ROOT / "assets/demo_head", target.frozen)
-    target = TargetModel.load(TargetSection(path=str(ROOT / "assets/demo_target"), dtype="float32"), head.taps)
-    tokenizer = load_tokenizer(ROOT / "assets/demo_target")
-    rows = (ROOT / "assets/demo_target/heldout_prompts.jsonl").read_text().splitlines()[:8]
+    place = ROOT / "assets/demo_target"
+    head = load_head_for(ROOT / "assets/demo_head", FrozenTarget.from_folder(place, torch.float32))
+    target = TargetModel.load(TargetSection(path=str(place), dtype="float32", device="cpu"), head.taps)
+    tokenizer = load_tokenizer(place)
+    rows = (place / "heldout_prompts.jsonl").read_text().splitlines()[:8]
     prompts = [tokenizer(json.loads(row)["prompt"])["input_ids"][:40] for row in rows]
     written = generate_batch(target, [Request(prompt, 16) for prompt in prompts], head_drafter(head, Dynamic.chain(3)))
     samples = []

@@ -117,7 +117,7 @@ def test_a_head_follows_a_policy_that_has_moved(recipe: Recipe, tmp_path: Path) 
         optimizer.step()
         optimizer.zero_grad()
     texts = written_by(policy)
-    fields: dict[str, Any] = {"steps": 12, "train": FAST}
+    fields: dict[str, Any] = {"steps": 8, "train": FAST}
     done = refresh(recipe.head_dir, texts, policy, tmp_path / "one", **fields)
     assert done.is_new
     assert done.verdict.candidate > done.verdict.served + 0.2

@@ -1,7 +1,6 @@
 """Laws of a step: micro-batches and number formats only change rounding; learning rates depend on the step alone."""
 
 import itertools
-import shutil
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,9 +15,10 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.data_pipelines.features.batches import TrainingBatch
-from headstart.data_pipelines.features.shards import FeatureStore
+from headstart.data_pipelines.features.shards import FeatureStore, stored_taps
 from headstart.data_pipelines.harvest import harvest
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import head_taps
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe
 from headstart.recipes.schema_train import TrainSection
@@ -47,8 +47,9 @@ def one_step(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[step_modu
 
 def start_training(recipe: Recipe) -> step_module.Training:
     features = harvest(recipe)
-    stores = [FeatureStore(features.folder, split) for split in ("train", "heldout")]
     frozen = FrozenTarget.from_folder(locate_target(recipe.target.path), torch.float32)
+    taps = stored_taps(head_taps(recipe.head, frozen.config), frozen.config.num_layers)
+    stores = [FeatureStore(features.folder, split, taps) for split in ("train", "heldout")]
     head = build_head(recipe, frozen, start_of_run(recipe, features, frozen, stores[0]))
     make_dense(head, 0.1)
     inputs = step_module.TrainingInputs(frozen, stores[0], stores[1], None)
@@ -56,13 +57,11 @@ def start_training(recipe: Recipe) -> step_module.Training:
 
 
 @pytest.mark.parametrize(
-    "head", ["{kind: eagle3, draft_vocab_size: 80}", "{kind: eagle1}", "{kind: block, block_size: 4}"]
+    "head", ["{kind: eagle3, draft_vocab_size: 80}", "{kind: eagle1}", "{kind: block, block_size: 4, taps: [2, 3, 4]}"]
 )
 def test_micro_batches_give_the_loss_and_gradient_of_the_whole_batch(make_recipe, monkeypatch, head):
     """The samples differ in length, in supervised tokens and, for EAGLE-1, in input noise."""
     options = f"head={head}", "train.batch_size=7", f"train.unroll={4 if 'block' in head else 3}"
-    if "eagle3" not in head:
-        shutil.rmtree(make_recipe("run").features_dir)  # it holds the taps of an EAGLE-3 head
     whole, gradient = one_step(make_recipe("run", *options), monkeypatch)
     for count in (3, 7) if "eagle3" in head else (3,):
         result, split = one_step(make_recipe("run", *options, f"train.accumulate={count}"), monkeypatch)
@@ -79,15 +78,16 @@ def test_micro_batches_give_the_loss_and_gradient_of_the_whole_batch(make_recipe
     [
         ("{kind: eagle3}", [1]),  # its feature would be that of the token before the first
         ("{kind: medusa, medusa_heads: 3}", [0, 1]),
-        ("{kind: block, block_size: 3}", [1, 3, 5]),  # an anchor and the token after it must be trained on
+        (
+            "{kind: block, block_size: 3, taps: [2, 3, 4]}",
+            [1, 3, 5],
+        ),  # an anchor and the token after it must be trained on
         ("{kind: eagle3, draft_vocab_size: 80}", []),
     ],
 )
 @pytest.mark.parametrize("split", ["train", "heldout"])
 def test_a_run_without_a_token_to_learn_stops_before_its_first_step(make_recipe, head, trained_on, split):
-    recipe = make_recipe("run", f"head={head}")
-    shutil.rmtree(recipe.features_dir)  # it has the taps of an EAGLE-3 head
-    training = start_training(recipe)
+    training = start_training(make_recipe("run", f"head={head}"))
     step_module.refuse_nothing_to_learn(training)
     samples = []
     for number in range(3):
@@ -131,12 +131,11 @@ def test_one_micro_batch_of_features_is_in_memory_at_a_time(make_recipe, monkeyp
         slow("{kind: eagle1}"),
         slow("{kind: medusa, medusa_heads: 3}"),
         "{kind: medusa, medusa_heads: 3, lm_head_rank: 4}",
-        slow("{kind: block, block_size: 3}"),
-        slow("{kind: block, block_size: 4, markov_rank: 0}"),
+        slow("{kind: block, block_size: 3, taps: [2, 3, 4]}"),
+        slow("{kind: block, block_size: 4, markov_rank: 0, taps: [2, 3, 4]}"),
     ],
 )
 def test_training_in_bfloat16_follows_training_in_float32(make_recipe: Callable[..., Recipe], head: str) -> None:
-    shutil.rmtree(make_recipe("run").features_dir)  # it holds the taps of one kind
     losses = {}
     for precision in ("float32", "bfloat16"):
         training = start_training(make_recipe("run", f"head={head}", f"train.precision={precision}"))

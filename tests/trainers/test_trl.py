@@ -47,7 +47,7 @@ def make_trainer(recipe: Recipe, folder: Path, recorder: Recorder, steps: int = 
     policy = AutoModelForCausalLM.from_pretrained(recipe.target.path, dtype="float32")
     config = GRPOConfig(
         str(folder), max_steps=steps, per_device_train_batch_size=4, num_generations=2, steps_per_generation=2,
-        max_completion_length=8, learning_rate=1e-2, use_cpu=True, bf16=False, report_to="none", save_strategy="no",
+        max_completion_length=5, learning_rate=1e-2, use_cpu=True, bf16=False, report_to="none", save_strategy="no",
         disable_tqdm=True, seed=1,
     )  # fmt: skip
     prompts = Dataset.from_list([{"prompt": f"the head {number} " * (1 + number % 3)} for number in range(16)])
