@@ -179,8 +179,7 @@ def test_a_head_of_pictures_is_trained_calibrated_and_drafts_the_targets_text(se
     copy_run(seen, tmp_path)
     block = "head={kind: block, num_layers: 1}", "train={steps: 3, batch_size: 3}", f"run_dir={tmp_path}/block"
     fields = block if kind == "block" else ()
-    short = ["train.eval_prompts=1", "train.steps=2", "train.warmup_steps=1", "decode.max_new_tokens=4"]
-    recipe = tiny_recipe(tmp_path, *fields, *short)
+    recipe = tiny_recipe(tmp_path, *fields, "train.eval_prompts=1", "train.steps=2", "decode.max_new_tokens=4")
     train(recipe, script="trainers/block.py" if kind == "block" else "trainers/eagle.py")
     measured = [row for row in read_growing_jsonl(recipe.metrics_path) if "heldout/tau" in row]
     assert measured[-1]["heldout/tau"] >= 1

@@ -59,8 +59,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(make_recipe: Callable[...,
     """steps        1 2 3 4 5 6, checkpoints after 3 and 6
     killed in 6     1 2 3 4 5 x
     resumed               4 5 6   the same weights, optimizer state, tuned target and metrics, bit for bit"""
-    step, options = RESUMED[name]
-    options = *options, "train.steps=6", "train.checkpoint_every=3"
+    step, options = RESUMED[name][0], (*RESUMED[name][1], "train.steps=6", "train.checkpoint_every=3")
     whole, cut = make_recipe("whole", *options), make_recipe("cut", *options)
     run(whole)
     with killed_in(step):
