@@ -51,13 +51,13 @@ def test_a_wide_pair_has_the_logits_texts_and_accepted_drafts_of_the_small_pair(
         target = load(folder, taps)
         head = load_head_for(place, target.frozen).requires_grad_(False)
         logits = target.passes.forward(torch.tensor([PROMPT])).logits[0]
-        drafter = head_drafter(head, Dynamic(5, 4, 16))
-        texts = [generate(target, PROMPT, 16, Sampling(temperature), drafter) for temperature in (0.0, 1.0)]
+        drafter = head_drafter(head, Dynamic(3, 2, 6))
+        texts = [generate(target, PROMPT, 8, Sampling(temperature), drafter) for temperature in (0.0, 1.0)]
         found.append((logits, [(text.tokens, text.stats.accepted_at_depth) for text in texts]))
     (small_logits, small_texts), (wide_logits, wide_texts) = found
     assert float((small_logits - wide_logits).abs().max()) < 1e-4 * float(small_logits.abs().max())
     assert small_texts == wide_texts
-    assert sum(small_texts[0][1]) > 5
+    assert sum(small_texts[0][1]) > 1
 
 
 def test_a_wide_target_has_the_large_ones_sizes_and_no_idle_layer(wide: Path) -> None:

@@ -20,6 +20,7 @@ from tiny_run import build_run, contents
 from headstart.heads import files as head_files
 
 Type = Callable[..., str]  # type a command; returns what it printed
+SHORT = "data.num_prompts=6", "data.response_tokens=5", "train.steps=2", "train.checkpoint_every=1"
 
 
 class SmallDisk:
@@ -60,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def typed(folder: Path, tmp_path: Path, typed: Typed) -> Type:
     def run(code: int, command: str, *overrides: str) -> str:
-        arguments = [command, str(folder / "recipe.yaml"), f"run_dir={tmp_path}/run", *overrides]
+        arguments = [command, str(folder / "recipe.yaml"), f"run_dir={tmp_path}/run", *SHORT, *overrides]
         outcome = typed(*arguments)
         assert "Traceback" not in outcome.text
         assert outcome.code == code, outcome.text
@@ -75,7 +76,7 @@ def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
     with pytest.MonkeyPatch.context() as patch:
         disk = SmallDisk(patch, lambda count, name: False)
-        patch.setattr(sys, "argv", ["headstart", "train", str(folder / "recipe.yaml"), f"run_dir={run_dir}"])
+        patch.setattr(sys, "argv", ["headstart", "train", str(folder / "recipe.yaml"), f"run_dir={run_dir}", *SHORT])
         from headstart import cli
 
         cli.main()
@@ -112,7 +113,7 @@ def assert_recovers(typed: Type, run_dir: Path, expected: dict[str, bytes], disk
 # The file whose write finds the disk full, and what the message names.
 FULL_AT = {
     "responses/train-00001.jsonl.journal": "responses/train-00001.jsonl.journal: ",
-    "optimizers.safetensors.partial/optimizers.safetensors": "checkpoints/step-4 cannot be written",
+    "optimizers.safetensors.partial/optimizers.safetensors": "checkpoints/step-1 cannot be written",
 }
 
 
@@ -149,9 +150,9 @@ def test_a_full_disk_leaves_no_half_export(typed: Type, trained: Path, tmp_path:
 def test_metrics_of_which_a_full_disk_cut_the_last_line_are_continued(typed: Type, trained: Path) -> None:
     metrics = trained / "metrics.jsonl"
     rows = metrics.read_text()
-    metrics.write_text(rows + '{"step": 9, "train/lo')
-    subprocess.run(["rm", "-r", str(trained / "checkpoints/step-8"), str(trained / "head")], check=True)
-    typed(0, "train", "train.steps=8")
+    metrics.write_text(rows + '{"step": 3, "train/lo')
+    subprocess.run(["rm", "-r", str(trained / "checkpoints/step-2"), str(trained / "head")], check=True)
+    typed(0, "train")
     steps = [[json.loads(line)["step"] for line in text.splitlines()] for text in (metrics.read_text(), rows)]
     assert steps[0] == steps[1]
 

@@ -167,7 +167,7 @@ def test_an_answer_whose_tokens_are_not_the_targets_is_refused(server, harvested
 
 def test_a_draft_head_writes_the_targets_own_text_in_any_batch_and_shard(tmp_path: Path) -> None:
     head = recipe_with_random_head(tmp_path).head_dir
-    recipe = tiny_recipe(tmp_path, f"data.draft_head={head}", "data.num_prompts=7", "data.heldout_samples=1")
+    recipe = tiny_recipe(tmp_path, f"data.draft_head={head}", "data.num_prompts=6", "data.heldout_samples=1")
     harvest(recipe)
     target, rows = TargetModel.load(recipe.target, ()), responses(recipe)
     assert [row["temperature"] for row in rows[:4]] == [0, 0.8, 0, 0.8]

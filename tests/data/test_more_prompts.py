@@ -17,7 +17,7 @@ from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.stages.stage import Stage
 
 FEW = "data.num_prompts=12"  # of 14 in the file: shards of 5, 5 and 2
-MORE = "data.num_prompts=20"
+MORE = "data.num_prompts=15"
 
 
 @pytest.fixture

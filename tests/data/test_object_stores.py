@@ -64,14 +64,15 @@ def move_to(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def local(harvested: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = shutil.copytree(harvested, tmp_path_factory.mktemp("local"), dirs_exist_ok=True)
     recipe = folder / "recipe.yaml"
-    recipe.write_text(recipe.read_text().replace(str(harvested / "run"), str(folder / "run")))
+    text = recipe.read_text().replace(str(harvested / "run"), str(folder / "run")).replace("every: 4", "every: 1")
+    recipe.write_text(text.replace(" steps: 8", " steps: 2"))
     train(tiny_recipe(folder))
     return folder
 
 
-def fill(url: str, run: Path) -> None:
+def fill(url: str, run: Path, *folders: str) -> None:
     place = url.removeprefix("s3://")
-    filesystem("s3").pipe({f"{place}/{name}": data for name, data in contents(run).items() if name.startswith(DATA)})
+    filesystem("s3").pipe({f"{place}/{name}": data for name, data in contents(run).items() if name.startswith(folders)})
 
 
 def stored(url: str) -> dict[str, bytes]:
@@ -87,10 +88,11 @@ def assert_same_run(url: str, local: Path) -> None:
 
 def test_a_run_in_a_bucket_is_the_local_one_and_goes_on_on_another_machine(store, local, tmp_path, monkeypatch):
     """The first machine is killed while it uploads a checkpoint, which is none without its last file."""
+    fill(store, local / "run", "prompts", "responses")
     upload = remote.upload
 
     def killed_at_the_state(source: Path, path: Path) -> None:
-        if path.parent.name == "step-8" and path.name == "state.json":
+        if path.parent.name == "step-2" and path.name == "state.json":
             raise Killed
         upload(source, path)
 
@@ -98,7 +100,7 @@ def test_a_run_in_a_bucket_is_the_local_one_and_goes_on_on_another_machine(store
         patch.setattr(remote, "upload", killed_at_the_state)
         with pytest.raises(Killed):
             train(tiny_recipe(local, f"run_dir={store}"))
-    assert filesystem("s3").exists(f"{store}/checkpoints/step-8/head.safetensors")
+    assert filesystem("s3").exists(f"{store}/checkpoints/step-2/head.safetensors")
     move_to("second", tmp_path, monkeypatch)
     recipe = tiny_recipe(local, f"run_dir={store}")
     train(recipe)
@@ -118,7 +120,7 @@ def test_data_and_features_of_other_runs_are_read_by_url(store: str, local: Path
     harvest(data)
     assert data.features_dir == mirror_of(f"{store}/data/features")
     for number, override in enumerate([f"data.folder={store}/data", f"data.store={store}/data/features"]):
-        recipe = tiny_recipe(local, f"run_dir={tmp_path}/{number}", override, "train.steps=4")
+        recipe = tiny_recipe(local, f"run_dir={tmp_path}/{number}", override)
         train(recipe)
         assert contents(recipe.head_dir).keys() == {"config.json", "model.safetensors"}
     weights = [(tmp_path / f"{number}/head/model.safetensors").read_bytes() for number in range(2)]
@@ -156,7 +158,7 @@ def test_a_cache_smaller_than_the_features_changes_nothing(store, local, tmp_pat
 
 def test_an_order_is_followed_with_no_more_shards_than_fit(store, local, monkeypatch):
     """An order by shard, of 5, 5 and 2 samples, and room for one shard: each is fetched once and then dropped."""
-    fill(store, local / "run")
+    fill(store, local / "run", "features")
     recipe = tiny_recipe(local, f"run_dir={store}")
     pull(recipe.run_dir)
     sizes = [path.stat().st_size for path in sorted((local / "run/features").glob("train-*.safetensors"))]
@@ -221,7 +223,7 @@ def test_requests_that_fail_now_and_then_are_survived(store, server, local, tmp_
     with proxy(server, every(7, fault)) as address:
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
         if fault is cut:  # of what is read alone
-            fill(store, local / "run")
+            fill(store, local / "run", *DATA)
         else:
             harvest(tiny_recipe(local, f"run_dir={store}"))
         move_to("second", tmp_path, monkeypatch)
@@ -240,7 +242,7 @@ def test_requests_that_fail_now_and_then_are_survived(store, server, local, tmp_
     ],
 )
 def test_a_shard_that_arrives_wrong_is_fetched_again_or_named(store, server, local, tmp_path, monkeypatch, fault):
-    fill(store, local / "run")
+    fill(store, local / "run", "features")
     for machine, often in (("second", 2), ("third", 1)):
         with proxy(server, every(often, fault)) as address:
             monkeypatch.setenv("AWS_ENDPOINT_URL", address)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, Features, Image, Value
 from matrix import slow
 from PIL import Image as pil
 from seeing_target import COLOURS, build_seeing_run, data_url, picture
@@ -154,6 +153,8 @@ def test_pictures_come_from_files_of_any_form(seen: Path, tmp_path: Path, form: 
         source = tmp_path / "new.jsonl"
         write_jsonl(source, [{"prompt": f"{number} why", "images": [url]} for number, url in enumerate(urls)])
     else:
+        from datasets import Dataset, Features, Image, Value
+
         kinds = Features({"prompt": Value("string"), "image": Image()})
         columns = {"prompt": [f"{number} why" for number in range(4)], "image": shown}
         made, source = Dataset.from_dict(columns, kinds), tmp_path / ("new.parquet" if form == "parquet" else "new")
@@ -178,7 +179,7 @@ def test_a_head_of_pictures_is_trained_calibrated_and_drafts_the_targets_text(se
     copy_run(seen, tmp_path)
     block = "head={kind: block, num_layers: 1}", "train={steps: 3, batch_size: 3}", f"run_dir={tmp_path}/block"
     fields = block if kind == "block" else ()
-    recipe = tiny_recipe(tmp_path, *fields, "train.eval_prompts=2", "train.steps=3", "train.checkpoint_every=3")
+    recipe = tiny_recipe(tmp_path, *fields, "train.eval_prompts=1", "train.steps=2", "decode.max_new_tokens=4")
     train(recipe, script="trainers/block.py" if kind == "block" else "trainers/eagle.py")
     measured = [row for row in read_growing_jsonl(recipe.metrics_path) if "heldout/tau" in row]
     assert measured[-1]["heldout/tau"] >= 1
@@ -196,9 +197,10 @@ def test_a_report_splits_prompts_with_pictures_from_texts(seen, tmp_path, monkey
     monkeypatch.setattr(TargetModel, "difference_in_bits", "a product")  # so that choices are compared one by one, too
     copy_run(seen, tmp_path)
     fields = "report.temperatures=[0]", "report.baselines=[generate, plain, prompt_lookup]", "report.batches=[1, 2]"
-    for outcome in report(tiny_recipe(tmp_path, *fields, "decode.growth=chain", "decode.max_new_tokens=4")):
-        assert {name: each.prompts for name, each in outcome.by_category.items()} == {"pictures": 4, "texts": 1}
-        assert outcome.same == outcome.prompts == 5
+    few = "report.num_prompts=3", "decode.growth=chain", "decode.max_new_tokens=3"
+    for outcome in report(tiny_recipe(tmp_path, *fields, *few)):
+        assert {name: each.prompts for name, each in outcome.by_category.items()} == {"pictures": 2, "texts": 1}
+        assert outcome.same == outcome.prompts == 3
         assert outcome.method != "generate" or outcome.batch == 1
         assert outcome.forced is not None
         assert outcome.forced.outside == 0

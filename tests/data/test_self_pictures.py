@@ -28,7 +28,7 @@ from headstart.recipes.schema import DataSection
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = build_seeing_chat_run(tmp_path_factory.mktemp("asked"), num_prompts=4, heldout_samples=2).parent
+    folder = build_seeing_chat_run(tmp_path_factory.mktemp("asked"), num_prompts=3, heldout_samples=1).parent
     harvest(tiny_recipe(folder))
     return folder
 
@@ -66,12 +66,12 @@ def test_every_second_candidate_asks_about_a_picture_as_a_server_renders_it(fold
 def test_both_kinds_are_kept_held_out_and_harvested(folder: Path) -> None:
     recipe, kept = tiny_recipe(folder), candidates(tiny_recipe(folder)).values()
     rows = {split: list(read_jsonl(recipe.prompts_dir / f"{split}.jsonl")) for split in ("heldout", "train")}
-    assert {split: len(each) for split, each in rows.items()} == {"heldout": 2, "train": 4}
+    assert {split: len(each) for split, each in rows.items()} == {"heldout": 1, "train": 3}
     expected = [(row["tokens"], row.get("images")) for row in kept if row["rejected"] is None]
     found = [(row["tokens"], row.get("images")) for each in rows.values() for row in each]
     assert [each for each in expected if each in found] == found  # in the order of the candidates
     assert {"images" in row for row in rows["train"]} == {True, False}
-    assert len(FeatureStore(recipe.features_dir, "train")) == 4
+    assert len(FeatureStore(recipe.features_dir, "train")) == 3
 
 
 def test_a_target_writes_other_words_about_another_picture_and_the_run_of_the_first_is_refused(folder, shown):
@@ -90,7 +90,7 @@ def test_a_target_writes_other_words_about_another_picture_and_the_run_of_the_fi
 
 def test_a_killed_run_goes_on_after_its_last_candidate_in_batches_of_any_size(folder, shown, monkeypatch):
     """candidates   0..7 | torn line   killed   the torn one and all after it by the same command, pictures too"""
-    recipe, written = own_recipe(folder, shown, "data.generate_batch=24"), list[int]()
+    recipe, written = own_recipe(folder, shown, "data.generate_batch=6"), list[int]()
 
     def killed_once(journal: Path, rows: list[Json]) -> None:
         append_jsonl(journal, rows)

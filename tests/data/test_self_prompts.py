@@ -32,7 +32,7 @@ from headstart.recipes.schema import DataSection
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = build_chat_run(tmp_path_factory.mktemp("chat")).parent
+    folder = build_chat_run(tmp_path_factory.mktemp("chat"), num_prompts=5, heldout_samples=2).parent
     make_prompts_alone(tiny_recipe(folder))
     return folder
 
@@ -63,7 +63,7 @@ def data_section(**fields: Any) -> DataSection:
 
 def test_as_many_prompts_as_asked_for_are_usable_and_other_candidates_are_counted(folder: Path) -> None:
     recipe, tokenizer = tiny_recipe(folder), build_letters()
-    assert (len(rows(recipe)), len(rows(recipe, "heldout"))) == (8, 3)
+    assert (len(rows(recipe)), len(rows(recipe, "heldout"))) == (5, 2)
     kept = kept_candidates(recipe)
     for row in kept:
         words = row["turns"][0]
@@ -78,8 +78,8 @@ def test_as_many_prompts_as_asked_for_are_usable_and_other_candidates_are_counte
     rejected = json.loads((recipe.prompts_dir / "stage.json").read_text())["facts"]["rejected"]
     assert rejected["no end within data.self_prompt_tokens"] > 0
     train, heldout = json.loads((recipe.prompts_dir / "rows.json").read_text())
-    assert train["rows"] + heldout["rows"] == 11 + sum(rejected.values())
-    assert "candidates written by the target, 8 kept; dropped" in describe_prompts(recipe)
+    assert train["rows"] + heldout["rows"] == 7 + sum(rejected.values())
+    assert "candidates written by the target, 5 kept; dropped" in describe_prompts(recipe)
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_more_prompts_keep_the_first_and_are_those_of_a_fresh_run(folder: Path, 
     make_prompts_alone(more)
     fresh = own_recipe(folder, tmp_path / "fresh", "data.num_prompts=20")
     make_prompts_alone(fresh)
-    assert rows(more)[:8] == first
+    assert rows(more)[:5] == first
     assert prompt_files(more) == prompt_files(fresh)
 
 
@@ -199,7 +199,7 @@ def test_a_target_that_always_writes_the_same_is_given_up_after_500_candidates(f
     selection = Selection(recipe.data)
     numbers, _ = next_candidates(own_recipe(folder, folder / "other"), selection)
     assert len(numbers) <= RECENT_CANDIDATES  # no more are written before the selection may give up
-    with pytest.raises(ValueError, match=r"data\.num_prompts: 8 given, .* in the last 500 .* up to 0 .* lower it"):
+    with pytest.raises(ValueError, match=r"data\.num_prompts: 5 given, .* in the last 500 .* up to 0 .* lower it"):
         selection.take_all({number: candidate(number, WORDS) for number in range(RECENT_CANDIDATES)})
 
 

@@ -108,6 +108,7 @@ def test_a_server_of_another_model_is_refused_by_name(stack: ExitStack) -> None:
 
 
 TAPS, LAYERS = (1, 2, 3), 4
+FEW = "data.num_prompts=5", "data.heldout_samples=1", "data.shard_samples=2"
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor] | None]
 
 
@@ -165,20 +166,20 @@ def with_states(harvested: Path, tmp_path: Path) -> Callable[..., Recipe]:
 
     def recipe(*urls: str, name: str = "run") -> Recipe:
         servers = "data.states=vllm", f"data.server=[{', '.join(urls)}]"
-        return tiny_recipe(harvested, f"run_dir={tmp_path / name}", *servers)
+        return tiny_recipe(harvested, f"run_dir={tmp_path / name}", *servers, *FEW)
 
     return recipe
 
 
 def test_states_of_vllm_are_the_targets_and_its_files_are_removed(harvested, tmp_path, start, with_states, capsys):
     """Also if a server ends between two texts. Features of the target itself do not continue as vLLM's."""
-    own = tiny_recipe(harvested, f"run_dir={tmp_path / 'own'}", f"data.server={start()}")
+    own = tiny_recipe(harvested, f"run_dir={tmp_path / 'own'}", f"data.server={start()}", *FEW)
     harvest(own)
     with pytest.raises(ValueError, match=r"data\.states: made with None, the recipe says 'vllm'"):
         harvest(with_states(start(), name="own"))
     for path in (tmp_path / "written").iterdir():  # of the responses' prompts
         path.unlink()
-    recipe = with_states(dying := start(dies_after=13), start())
+    recipe = with_states(dying := start(dies_after=8), start())
     harvest(recipe)
     assert capsys.readouterr().out.count(f"{dying}/v1/completions gave no answer") == 1
     assert contents(recipe.responses_dir).keys() == contents(own.responses_dir).keys()
@@ -244,7 +245,7 @@ def test_of_a_target_too_large_to_load_the_last_state_is_checked(start, with_sta
     recipe = with_states(start())
     harvest(recipe)
     assert "too large to load here, so only vLLM's last state is checked" in capsys.readouterr().out
-    assert len(FeatureStore(recipe.features_dir, "train")) == 12
+    assert len(FeatureStore(recipe.features_dir, "train")) == 5
 
 
 def test_states_that_are_not_finite_are_refused_in_the_middle_and_whole_shards_are_kept(start, with_states):
@@ -252,7 +253,7 @@ def test_states_that_are_not_finite_are_refused_in_the_middle_and_whole_shards_a
 
     def broken_late(content: dict[str, Tensor]) -> dict[str, Tensor]:
         texts.append(len(content["token_ids"]))
-        if len(texts) == 16 + 3 + 12:  # the responses, the check, more than two shards of five
+        if len(texts) == 6 + 3 + 5:  # the responses, the check, more than two shards of two
             content["hidden_states"][0, 0, 0] = torch.nan
         return content
 
@@ -262,4 +263,4 @@ def test_states_that_are_not_finite_are_refused_in_the_middle_and_whole_shards_a
     there = {path.name for path in recipe.features_dir.glob("*.safetensors")}
     assert 1 <= len(there) < 4
     harvest(recipe)
-    assert len(FeatureStore(recipe.features_dir, "train")) == 12
+    assert len(FeatureStore(recipe.features_dir, "train")) == 5

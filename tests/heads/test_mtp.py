@@ -148,7 +148,7 @@ def test_texts_are_those_of_plain_decoding(tiny: tuple[Path, str]) -> None:
     model, _ = in_transformers(*tiny)
     target = TargetModel(model, (model.config.num_hidden_layers,))
     head = head_of(tiny[0])
-    requests = [Request([5, 7, 11, seed], 8) for seed in range(2)]
+    requests = [Request([5, 7, 11, seed], 6) for seed in range(2)]
     plain = [text.tokens for text in generate_batch(target, requests, None, 2)]
     growth = Dynamic(3, 2, 6) if target.passes.verifies_trees else Dynamic.chain(3)
     found = generate_batch(target, requests, head_drafter(head, growth), 2)
@@ -183,7 +183,7 @@ def test_a_bfloat16_layer_was_saved_in_float32(tiny: tuple[Path, str], tmp_path:
 def test_the_doctor_knows_an_mtp_head(tiny: tuple[Path, str], tmp_path: Path) -> None:
     save_head(head_of(tiny[0]), tmp_path / "head")
     (tmp_path / "samples.jsonl").write_text(json.dumps({"tokens": [5, 7, 11]}))
-    options = Options(samples=tmp_path / "samples.jsonl", new_tokens=24, depth=2)
+    options = Options(samples=tmp_path / "samples.jsonl", new_tokens=8, depth=2)
     found = diagnose(tmp_path / "head", str(tiny[0]), None, options)
     assert len(found.trained) == 2
     assert not {each.category for each in found.findings} - {"accuracy"}  # no guess of random weights is right

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import wandb
 import yaml
 from tiny_run import tiny_recipe
 
@@ -156,7 +155,7 @@ def test_metrics_go_to_a_wandb_project_that_the_environment_may_name(make_recipe
         settings.update(given)
         return SimpleNamespace(finish=lambda: None)
 
-    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr("wandb.init", init)
     monkeypatch.setenv("WANDB_PROJECT", "drafts")
     monkeypatch.setenv("WANDB_MODE", "offline")
     with Tracker(make_recipe("run"), 0, True):

@@ -71,7 +71,7 @@ def serving(recipe: Recipe, *more: str, **settings: Any) -> Iterator[Running]:
 
 
 def options(server: Running, **changes: Any) -> AdaptOptions:
-    plain = AdaptOptions(server.url, None, steps=4, after=1, once=True, roll_back=False)
+    plain = AdaptOptions(server.url, None, steps=1, after=1, once=True, roll_back=False)
     return replace(plain, **changes)
 
 
@@ -159,15 +159,15 @@ def test_recorded_states_are_those_of_one_pass_over_the_text(recipe: Recipe) -> 
 
 def test_traffic_keeps_to_its_bytes_and_its_time(recipe: Recipe) -> None:
     target = TargetModel.load(recipe.target, (1, 4))
-    kept = Traffic(20_000, 60.0, target.taps)
+    kept = Traffic(12_000, 60.0, target.taps)
     loop = DecodeLoop(target, None, 2, record=kept.add)
-    for prompt in PROMPTS[:16]:
+    for prompt in PROMPTS[:9]:
         loop.submit(Request(prompt, 9))
     list(loop.run())
     held = [each.number for each in kept.finished]
     assert 0 < len(held) < kept.number
     assert held == list(range(held[0], kept.number + 1))  # the newest
-    assert kept.num_bytes <= 20_000
+    assert kept.num_bytes <= 12_000
     kept.keep = 0.0
     kept.drop_old()
     assert not kept.finished
@@ -182,8 +182,8 @@ def demo() -> tuple[DraftHead, list[Sample], list[int]]:
     target = TargetModel.load(TargetSection(path=str(place), dtype="float32", device="cpu"), head.taps)
     tokenizer = load_tokenizer(place)
     rows = (place / "heldout_prompts.jsonl").read_text().splitlines()[:8]
-    prompts = [tokenizer(json.loads(row)["prompt"])["input_ids"][:40] for row in rows]
-    written = generate_batch(target, [Request(prompt, 16) for prompt in prompts], head_drafter(head, Dynamic.chain(3)))
+    prompts = [tokenizer(json.loads(row)["prompt"])["input_ids"][:24] for row in rows]
+    written = generate_batch(target, [Request(prompt, 8) for prompt in prompts], head_drafter(head, Dynamic.chain(3)))
     samples = []
     for prompt, answer in zip(prompts, written, strict=True):
         text = prompt + answer.tokens
@@ -228,8 +228,8 @@ def test_a_planted_bad_candidate_is_refused(demo: tuple[DraftHead, list[Sample],
 def test_a_better_candidate_is_served_and_rolled_back(recipe, monkeypatch, capsys):
     monkeypatch.setattr(os, "nice", lambda _: None)
     monkeypatch.setattr(refreshing, "judge", lambda *_: BETTER)
-    monkeypatch.setattr(refreshing, "LEAST", 2)
-    versions, prompts = Versions(recipe.run_dir / "versions"), PROMPTS[:12]
+    monkeypatch.setattr(refreshing, "LEAST", 1)
+    versions, prompts = Versions(recipe.run_dir / "versions"), PROMPTS[:9]
     with serving(recipe) as server:
         command.adapt(recipe, options(server))
         assert "held-out texts, 8 are needed" in capsys.readouterr().out

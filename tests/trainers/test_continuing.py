@@ -14,14 +14,14 @@ from headstart.trainers import run
 
 def test_more_steps_continue_a_finished_run(make_recipe, monkeypatch, capsys):
     monkeypatch.setattr("headstart.trainers.parallel.head_on_ranks.set_learning_rates", lambda *_: 1.0)
-    run(make_recipe("at once", "train.steps=8"))
-    run(make_recipe("in two", "train.steps=4"))
+    run(make_recipe("at once", "train.steps=4"))
+    run(make_recipe("in two", "train.steps=2"))
     capsys.readouterr()
-    run(make_recipe("in two", "train.steps=8"))
+    run(make_recipe("in two", "train.steps=4"))
     printed = capsys.readouterr().out
-    assert "continuing after step 4; kept: the head's weights" in printed
+    assert "continuing after step 2; kept: the head's weights" in printed
     assert "train.eval_prompts: 0, so the head's scores are not calibrated; headstart calibrate" in printed
-    assert "train.steps: 8 instead of 4; from here on the learning rate follows the schedule" in printed
+    assert "train.steps: 4 instead of 2; from here on the learning rate follows the schedule" in printed
     at_once, in_two = (make_recipe(name) for name in ("at once", "in two"))
     assert contents(in_two.head_dir) == contents(at_once.head_dir)
     rows = [json.loads(line)["step"] for line in in_two.metrics_path.read_text().splitlines()]

@@ -40,40 +40,38 @@ def numbers(recipe: Recipe) -> list[dict[str, float]]:
 BLOCK = "head={kind: block, block_size: 4, markov_rank: 6, taps: [2, 3, 4]}", "train.unroll=4", "train.anchors=5"
 MEDUSA = "head={kind: medusa, medusa_heads: 2}", "train.unroll=2"
 PACKED = "train.pack_tokens=40", "train.accumulate=2"
-MUON = "train.optimizer=muon", "train.muon_learning_rate=0.02"
 RESUMED: dict[str, tuple[int, tuple[str, ...]]] = {  # the step in which the run is killed, and fields of its recipe
     "before its first checkpoint": (2, ()),
-    "block, packed": (6, (*BLOCK, *PACKED)),
-    "medusa2": (7, (*MEDUSA, "joint={mode: full, learning_rate: 1e-2, warmup_steps: 2}")),
-    "muon": (5, MUON),
-    "eagle1": (6, ("head={kind: eagle1}", "train.activation_checkpointing=true")),
+    "block, packed": (5, (*BLOCK, *PACKED)),
+    "medusa2": (6, (*MEDUSA, "joint={mode: full, learning_rate: 1e-2, warmup_steps: 2}")),
+    "muon": (5, ("train.optimizer=muon", "train.muon_learning_rate=0.02")),
+    "eagle1": (5, ("head={kind: eagle1}", "train.activation_checkpointing=true")),
     "adamw": (5, ()),
-    "late": (7, MUON),
     "peagle": (5, ("head={kind: peagle, num_layers: 2, depths: 4, taps: [2, 3, 4]}", "train.unroll=4")),
-    "block": (6, BLOCK),
+    "block": (5, BLOCK),
     "medusa2 in its warm-up": (2, (*MEDUSA, "joint={mode: full, learning_rate: 1e-2, warmup_steps: 4}")),
-    "medusa2 with adapters": (7, (*MEDUSA, "joint={mode: lora, lora_rank: 4, learning_rate: 1e-2, warmup_steps: 2}")),
+    "medusa2 with adapters": (6, (*MEDUSA, "joint={mode: lora, lora_rank: 4, learning_rate: 1e-2, warmup_steps: 2}")),
 }
 
 
 @pytest.mark.parametrize("name", slow_unless(list(RESUMED)[:2], RESUMED))
 def test_a_resumed_run_ends_like_an_uninterrupted_one(make_recipe: Callable[..., Recipe], name: str) -> None:
-    """steps        1 2 3 4 5 6 7 8, checkpoints after 4 and 8
-    killed in 7     1 2 3 4 5 6 x
-    resumed                 5 6 7 8   the same weights, optimizer state, tuned target and metrics, bit for bit"""
-    step, options = RESUMED[name]
+    """steps        1 2 3 4 5 6, checkpoints after 3 and 6
+    killed in 6     1 2 3 4 5 x
+    resumed               4 5 6   the same weights, optimizer state, tuned target and metrics, bit for bit"""
+    step, options = RESUMED[name][0], (*RESUMED[name][1], "train.steps=6", "train.checkpoint_every=3")
     whole, cut = make_recipe("whole", *options), make_recipe("cut", *options)
     run(whole)
     with killed_in(step):
         run(cut)
-    done = 4 * (step > 4)
+    done = 3 * (step > 3)
     assert [path.name for path in cut.checkpoints_dir.glob("step-*")] == ([f"step-{done}"] if done else [])
     assert not cut.head_dir.exists()
     run(cut)
     for folder in ("checkpoints_dir", "head_dir", "tuned_target_dir"):
         assert contents(getattr(cut, folder)) == contents(getattr(whole, folder)), folder
     assert numbers(cut) == numbers(whole)
-    assert [line["step"] for line in numbers(cut)] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]  # measured after 4 and 8
+    assert [line["step"] for line in numbers(cut)] == [1, 2, 3, 3, 4, 5, 6, 6]  # measured after 3 and 6
 
 
 def test_a_plain_eagle_3_head_is_saved_with_the_scales_of_its_taps(make_recipe, harvested, frozen, monkeypatch):
@@ -85,7 +83,7 @@ def test_a_plain_eagle_3_head_is_saved_with_the_scales_of_its_taps(make_recipe, 
         save_head(head, folder)
 
     monkeypatch.setattr("headstart.trainers.stages.save_head", watching)
-    recipe = make_recipe("run")
+    recipe = make_recipe("run", "train.steps=1", "train.warmup_steps=0")
     run(recipe)
     [head], saved = trained, load_head_for(recipe.head_dir, frozen)
     assert head.input_scale is not None
@@ -95,11 +93,11 @@ def test_a_plain_eagle_3_head_is_saved_with_the_scales_of_its_taps(make_recipe, 
 
 
 def test_measuring_and_logging_do_not_change_the_weights(make_recipe, monkeypatch):
-    short = "train.steps=4", "train.warmup_steps=1"
-    often = make_recipe("often", *short, "train.checkpoint_every=2", "train.eval_prompts=1")
+    short = "train.steps=2", "train.warmup_steps=1"
+    often = make_recipe("often", *short, "train.checkpoint_every=1", "train.eval_prompts=1")
     rarely = make_recipe("rarely", *short)
     run(often)
-    monkeypatch.setattr(loop, "LOG_EVERY", 4)
+    monkeypatch.setattr(loop, "LOG_EVERY", 2)
     run(rarely)
     weights = [contents(recipe.head_dir)["model.safetensors"] for recipe in (rarely, often)]
     assert weights[0] == weights[1]

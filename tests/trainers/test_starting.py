@@ -53,7 +53,7 @@ def logged(recipe: Recipe) -> list[dict[str, float]]:
 @pytest.mark.parametrize("fields", [(), pytest.param(BLOCK, marks=pytest.mark.slow)], ids=["eagle3", "block"])
 def test_a_run_begins_where_the_other_one_ended(make_recipe, capsys, fields):
     """Its first measurement is the other run's last one, on the same prompts; the end says what was gained."""
-    fields = *fields, "train.eval_prompts=1", "train.steps=2"
+    fields = *fields, "train.eval_prompts=1", "train.steps=1", "train.warmup_steps=0", "decode.max_new_tokens=4"
     first = make_recipe("first", *fields)
     run(first)
     tuned = make_recipe("tuned", *fields, f"train.start_from={first.head_dir}")
@@ -76,7 +76,7 @@ def test_a_published_head_keeps_what_no_recipe_can_say(make_recipe, frozen, tmp_
     published = Eagle3Head(replace(plain.shape, norm_before_fc=True), frozen, plain.vocab)
     published.load_state_dict(plain.state_dict(), strict=False)
     save_head(published, tmp_path / "published")
-    recipe = make_recipe("run", f"train.start_from={tmp_path / 'published'}", "head.draft_vocab_size=null")
+    recipe = make_recipe("run", f"train.start_from={tmp_path}/published", "head.draft_vocab_size=null", "train.steps=2")
     run(recipe)
     found: Any = load_head_for(recipe.head_dir, frozen)
     assert found.shape.norm_before_fc

@@ -39,7 +39,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_command_makes_everything_and_running_it_again_changes_nothing(tmp_path, monkeypatch, capfd):
     recipe = build_run(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["eagle.py", str(recipe), EVALUATED, "train.checkpoint_every=8"])
+    monkeypatch.setattr(sys, "argv", ["eagle.py", str(recipe), EVALUATED, "train.steps=2", "data.num_prompts=6"])
     runpy.run_path(str(ROOT / "trainers/eagle.py"), run_name="__main__")
     assert "head written to" in capfd.readouterr().out
     before = contents(tmp_path / "run")

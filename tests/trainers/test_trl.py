@@ -10,11 +10,9 @@ import httpx
 import pytest
 import torch
 from completion_server import Server, serving
-from datasets import Dataset
 from matrix import slow
 from tiny_run import recipe_with_random_head
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
 import headstart.trl
 from headstart.heads.kinds.checkpoint import load_head, save_head
@@ -42,12 +40,15 @@ class Recorder(TrainerCallback):
         return [sum(ids) % 97 / 97 for ids in completion_ids]
 
 
-def make_trainer(recipe: Recipe, folder: Path, recorder: Recorder, steps: int = 4) -> GRPOTrainer:
+def make_trainer(recipe: Recipe, folder: Path, recorder: Recorder, steps: int = 4) -> Any:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
     tokenizer = AutoTokenizer.from_pretrained(recipe.target.path, pad_token="<end>")
     policy = AutoModelForCausalLM.from_pretrained(recipe.target.path, dtype="float32")
     config = GRPOConfig(
         str(folder), max_steps=steps, per_device_train_batch_size=4, num_generations=2, steps_per_generation=2,
-        max_completion_length=5, learning_rate=1e-2, use_cpu=True, bf16=False, report_to="none", save_strategy="no",
+        max_completion_length=4, learning_rate=1e-2, use_cpu=True, bf16=False, report_to="none", save_strategy="no",
         disable_tqdm=True, seed=1,
     )  # fmt: skip
     prompts = Dataset.from_list([{"prompt": f"the head {number} " * (1 + number % 3)} for number in range(16)])
@@ -211,7 +212,7 @@ def test_a_policy_drafts_with_the_weights_of_the_moment(recipe: Recipe, tmp_path
     text = torch.tensor([[5, 6, 7]])
 
     def written() -> tuple[list[list[int]], list[list[int]]]:
-        fields: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        fields: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
         mine = drafting.generate(text, torch.ones_like(text), None, **fields)
         return mine.tolist(), policy.generate(text, attention_mask=torch.ones_like(text), **fields).tolist()
 
