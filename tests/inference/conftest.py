@@ -44,7 +44,7 @@ def head(make_head: Any) -> Any:
 def seeing_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from seeing_target import build_seeing_target
 
-    return build_seeing_target(tmp_path_factory.mktemp("seeing"))
+    return build_seeing_target(tmp_path_factory.mktemp("seeing"), num_hidden_layers=3)
 
 
 @pytest.fixture(scope="session")

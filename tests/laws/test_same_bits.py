@@ -65,24 +65,27 @@ class ByCount(nn.Module):
         return inputs * (1 + 2.0**-20 * (inputs.shape[-2] >= 5))
 
 
-def test_the_operation_that_differs_is_named_with_its_layer_and_the_number_of_tokens() -> None:
+@pytest.fixture(scope="module")
+def differing() -> list[SameBits]:
     target = target_of(make_family("llama"), torch.float32)
     target.model.model.layers[1].mlp.act_fn = ByCount()
-    found = {each.situation: each for each in compared(target, 2, 5)}
+    return compared(target, 2, 5)
+
+
+def test_the_operation_that_differs_is_named_with_its_layer_and_the_number_of_tokens(differing) -> None:
+    found = {each.situation: each for each in differing}
     lines = [each for each in in_lines([*found.values()]) if "ByCount" in each]
     assert [each.partition(":")[0] for each in lines] == ["ByCount (model.layers.1.mlp.act_fn)"]
     assert "ByCount" in {difference.operation for difference in found["chain of 5"].differences}
     assert "ByCount" not in {difference.operation for difference in found["chain of 2"].differences}
 
 
-def test_the_command_prints_each_pass_and_the_operations_that_differ(monkeypatch, capsys) -> None:
+def test_the_command_prints_each_pass_and_the_operations_that_differ(monkeypatch, capsys, differing) -> None:
     target = target_of(make_family("llama"), torch.float32)
     monkeypatch.setattr(command.TargetModel, "load", lambda section, taps: target)
-    monkeypatch.setattr(command, "PROMPT_TOKENS", 20)
-    target.model.model.layers[1].mlp.act_fn = ByCount()
-    few = partial(compare, widths=(5,), batches=(3,))
+    monkeypatch.setattr(command, "PROMPT_TOKENS", 9)
     named = "ByCount (model.layers.1.mlp.act_fn): in passes over "
-    for compute, code, said in ((few, 1, named), (lambda text: [], 0, "same bits")):
+    for compute, code, said in ((lambda text: differing, 1, named), (lambda text: [], 0, "same bits")):
         monkeypatch.setattr(command, "compare", compute)
         with pytest.raises(SystemExit) as end:
             command.main(["--bits", "any/target", "--dtype", "float32"])
@@ -101,7 +104,7 @@ def test_a_trained_target_writes_the_same_texts_with_drafts_in_batches_and_from_
     # Beginnings of unlike lengths that the target has written itself, so that texts go on like its training data.
     starts = [Request([5 + 11 * number, 7 + number], 5 + number, Sampling(1.0, seed=number)) for number in range(3)]
     begun = [each.prompt + text.tokens for each, text in zip(starts, generate_batch(target, starts), strict=True)]
-    requests = [Request(prompt, 8, Sampling(float(at % 2), seed=3)) for at, prompt in enumerate(begun)]
+    requests = [Request(prompt, 6, Sampling(float(at % 2), seed=3)) for at, prompt in enumerate(begun)]
     wanted = [generate_batch(target, [each])[0].tokens for each in requests]
     drafter = head_drafter(head, Dynamic(3, 4, 12))
     loop = DecodeLoop(target, drafter, max_batch=3, prefill_chunk=4)

@@ -36,7 +36,7 @@ NAME = "tiny"
 def load_served(folder: Path) -> Served:
     """A tiny target, drafting with a copy of it whose weights are a little off: often right, and often wrong."""
     if not folder.exists():
-        build_target(folder, num_layers=2)
+        build_target(folder, num_layers=1)
     target = TargetModel.load(TargetSection(path=str(folder), dtype="float32", device="cpu"), ())
     drafter = ModelDrafter(noisy_copy(target, 0.03), Dynamic(3, 2, 5), target)
     drafts = {"drafter": "prompt_lookup", "growth": "dynamic", "dtype": "float32", "device": "cpu"}

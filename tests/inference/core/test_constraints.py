@@ -96,8 +96,8 @@ def assert_valid(request: Request, tokens: list[int]) -> None:
 def ruled(target: TargetModel, requests: list[Request]) -> list[Request]:
     """`requests`, one that text rules constrain, and one with the same rules and a schema."""
     size = target.config.vocab_size
-    rules = TextRules((9, 8), size, 30, (0,), min_new_tokens=20, no_repeat_ngram_size=2, forced_eos=0)
-    free = Request([9, 8], 30, Sampling(0.3, seed=3), end_tokens=(0,), constraint=rules)
+    rules = TextRules((9, 8), size, 20, (0,), min_new_tokens=13, no_repeat_ngram_size=2, forced_eos=0)
+    free = Request([9, 8], 20, Sampling(0.3, seed=3), end_tokens=(0,), constraint=rules)
     return [*requests, free, replace(requests[1], constraint=replace(rules, grammar=requests[1].constraint))]
 
 
@@ -125,7 +125,7 @@ def test_constrained_texts_are_valid_and_the_same_with_drafts(target, ruled, pla
         assert_valid(request, each.tokens)
     assert plain[3].tokens == generate_batch(target, [ruled[3]])[0].tokens
     written = (9, 8, *plain[4].tokens)
-    assert len({*pairwise(written)}) == len(written) - 1 >= 21
+    assert len({*pairwise(written)}) == len(written) - 1 >= 14
     assert written[-1] == 0
     assert_valid(ruled[1], plain[5].tokens)
     # Log-probabilities are the target's own, without the constraint.

@@ -25,7 +25,7 @@ from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
 
 PROMPTS = [[(7 * place + 3 * row) % 97 for place in range(count)] for row, count in enumerate((5, 20, 9))]
-NEW = 8
+NEW = 6
 KINDS = [*STATEFUL, "own cache"]
 
 

@@ -189,10 +189,10 @@ def test_no_drafter_works_when_no_row_wants_drafts(target, texts, monkeypatch) -
         monkeypatch.setattr(drafter, name, lambda *inputs: pytest.fail("the drafter worked"))
     for static in (False, True):
         loop = DecodeLoop(target, drafter, max_batch=2, static=static)
-        for request in REQUESTS:
+        for request in REQUESTS[:4]:
             loop.submit(replace(request, speculative=False))
         finish(loop)
-        assert [loop.generations[number].tokens for number in range(len(REQUESTS))] == new_tokens(texts)
+        assert [each.tokens for each in loop.generations.values()] == new_tokens(texts)[:4]
 
 
 class Failure(Exception):
@@ -312,7 +312,7 @@ def random_request(rng: random.Random) -> Request:
 
 @pytest.mark.parametrize(
     ("seed", "static", "count"),
-    slow_unless([(0, False, 14)], [(0, False, 14), (0, False, 30), (1, False, 30), (2, True, 30)]),
+    slow_unless([(0, False, 10)], [(0, False, 10), (0, False, 30), (1, False, 30), (2, True, 30)]),
 )
 def test_each_text_is_that_of_its_request_alone(target, make_head, monkeypatch, seed, static, count) -> None:
     """Requests come in bursts and are cancelled at random; prompts are read in pieces of random size; prefixes are

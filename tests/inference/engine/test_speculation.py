@@ -26,7 +26,7 @@ from headstart.inference.engine.speculation import DRAFT_RETRY_STEPS_MAX, DRAFT_
 from headstart.inference.targets.model import TargetModel
 
 GROWTH = Dynamic(3, 2, 6)
-LONG, SHORT = Request([5, 6, 7, 11], 72), Request([3, 8], 24, Sampling(1.0, seed=1))
+LONG, SHORT = Request([5, 6, 7, 11], 60), Request([3, 8], 20, Sampling(1.0, seed=1))
 
 
 class Watched(HeadDrafter):
@@ -132,7 +132,7 @@ def test_rows_write_without_drafts_beside_a_prompt_then_draft_as_before(target, 
         drafter = Watched(head, GROWTH)
         loop = DecodeLoop(target, drafter, 2, prefill_chunk=8)
         assert loop.schedule.shares_steps
-        loop.submit(replace(LONG, max_new_tokens=50))
+        loop.submit(replace(LONG, max_new_tokens=40))
         for _ in range(6):
             loop.step()
         drafter.missed.clear()

@@ -184,7 +184,7 @@ def test_why_a_target_reads_no_images(seeing_folder, target, tmp_path, monkeypat
     assert "whose passes differ" in str(image_prompts(section, ChatTemplate.of(section), wrong))
 
 
-LANGUAGE = {name: value for name, value in TEXT.items() if name != "rope_parameters"}
+LANGUAGE = {name: value for name, value in TEXT.items() if name != "rope_parameters"} | {"num_hidden_layers": 3}
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "patch_size": 4}
 Made = tuple[Any, Any]  # configuration and processor
 
@@ -203,7 +203,7 @@ def gemma3() -> Made:
     marks = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<soft>"}
     tokenizer = tokenizer_with([*marks.values()], "<boi>", **marks)
     begin, end, soft = tokenizer.convert_tokens_to_ids([*marks.values()])
-    layers = {"layer_types": ["sliding_attention", "full_attention", "full_attention"] * 2, "sliding_window": 16}
+    layers = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 16}
     text = {**LANGUAGE, **layers, "vocab_size": len(tokenizer)}
     ids = {"image_token_index": soft, "boi_token_index": begin, "eoi_token_index": end, "mm_tokens_per_image": 4}
     config = AutoConfig.for_model("gemma3", text_config=text, vision_config=TOWER | {"image_size": 16}, **ids)

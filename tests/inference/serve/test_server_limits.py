@@ -309,7 +309,7 @@ def test_what_fails_in_one_choice_is_told_to_its_client_alone(server, monkeypatc
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_never_fits_in_the_memory_is_refused_with_status_400(served: Served, stream: bool) -> None:
-    make_loop = partial(DecodeLoop, served.target, PLAIN, 2, memory=128 * 384)  # one page
+    make_loop = partial(DecodeLoop, served.target, PLAIN, 2, memory=128 * 192)  # one page
     with running(replace(served, make_loop=make_loop), ServerSettings((NAME,), max_batch=2)) as server:
         body = {"prompt": "a", "max_tokens": 100, "stream": stream}
         assert_refused(server.http.post(COMPLETION, json=body), 400, "memory:", "max_new_tokens 100 needs")

@@ -168,7 +168,7 @@ AHEAD: dict[str, Callable[[Texts], Drafter | None]] = {
 @pytest.mark.parametrize("cancelled", [None, 1])
 def test_steps_are_launched_before_the_last_one_is_read(target, make_head, monkeypatch, name, cancelled) -> None:
     """Texts that come, end by their length or by an end token, stop, or are cancelled, are those of steps in turn."""
-    alone = [generate(target, prompt, 16, own).tokens for prompt, own in zip(PROMPTS, MIXED, strict=True)]
+    alone = [generate(target, prompt, 12, own).tokens for prompt, own in zip(PROMPTS, MIXED, strict=True)]
     whole = [prompt + text for prompt, text in zip(PROMPTS, alone, strict=True)]
     ends, events = alone[3][7], list[str]()
     launch, read = step.DecodeStep._launch, step.InFlight.read
@@ -184,7 +184,7 @@ def test_steps_are_launched_before_the_last_one_is_read(target, make_head, monke
         drafter = AHEAD[name](Texts(target, whole, make_head))
         loop = DecodeLoop(target, drafter, 3, True, prefix_memory=2**20)
         for number, (prompt, own) in enumerate(zip(PROMPTS, MIXED, strict=True)):
-            loop.submit(Request(prompt, 16, own, end_tokens=(ends,) if number == 3 else ()))
+            loop.submit(Request(prompt, 12, own, end_tokens=(ends,) if number == 3 else ()))
         written: list[list[int]] = [[] for _ in PROMPTS]
         while not loop.idle:
             for block in loop.step():

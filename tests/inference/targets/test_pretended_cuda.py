@@ -193,7 +193,7 @@ LEVEL_BY_LEVEL = {"CostAware.look_at"}  # where no step is captured
 def decoded(target: TargetModel, drafter: Drafter, mix: str, static: bool | None = None) -> list[Generation]:
     loop = DecodeLoop(target, drafter, 3, static, prefill_chunk=32, prefix_memory=2**20)
     samplings = rows_of(mix, 4)
-    for prompt, count, sampling in zip(PROMPTS, (12, 2, 4, 2), samplings, strict=True):
+    for prompt, count, sampling in zip(PROMPTS, (7, 2, 4, 2), samplings, strict=True):
         loop.submit(Request(prompt, count, sampling, logprobs=len(prompt) == 2, alternatives=2))
     finish(loop)
     longest = PROMPTS[2] + loop.generations[2].tokens
