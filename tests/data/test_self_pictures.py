@@ -90,7 +90,7 @@ def test_a_target_writes_other_words_about_another_picture_and_the_run_of_the_fi
 
 def test_a_killed_run_goes_on_after_its_last_candidate_in_batches_of_any_size(folder, shown, monkeypatch):
     """candidates   0..7 | torn line   killed   the torn one and all after it by the same command, pictures too"""
-    recipe, written = own_recipe(folder, shown, "data.generate_batch=6"), list[int]()
+    recipe, written = own_recipe(folder, shown, "data.generate_batch=12"), list[int]()
 
     def killed_once(journal: Path, rows: list[Json]) -> None:
         append_jsonl(journal, rows)

@@ -39,10 +39,9 @@ def numbers(recipe: Recipe) -> list[dict[str, float]]:
 
 BLOCK = "head={kind: block, block_size: 4, markov_rank: 6, taps: [2, 3, 4]}", "train.unroll=4", "train.anchors=5"
 MEDUSA = "head={kind: medusa, medusa_heads: 2}", "train.unroll=2"
-PACKED = "train.pack_tokens=40", "train.accumulate=2"
 RESUMED: dict[str, tuple[int, tuple[str, ...]]] = {  # the step in which the run is killed, and fields of its recipe
     "before its first checkpoint": (2, ()),
-    "block, packed": (5, (*BLOCK, *PACKED)),
+    "block, packed": (5, (*BLOCK, "train.pack_tokens=40", "train.accumulate=2")),
     "medusa2": (6, (*MEDUSA, "joint={mode: full, learning_rate: 1e-2, warmup_steps: 2}")),
     "muon": (5, ("train.optimizer=muon", "train.muon_learning_rate=0.02")),
     "eagle1": (5, ("head={kind: eagle1}", "train.activation_checkpointing=true")),

@@ -22,7 +22,6 @@ from headstart.trainers.refresh import refresh as refreshing
 from headstart.trainers.refresh.judge import Verdict
 from headstart.trl import Drafting, RefreshCallback
 
-BETTER = Verdict(requests=9, served=1.0, candidate=2.0, low=0.5, high=1.5)
 FAST = TrainSection(steps=2, learning_rate=1e-3, batch_size=4, unroll=2)
 
 
@@ -65,7 +64,7 @@ def trained(recipe: Recipe, folder: Path, **fields: Any) -> tuple[list[Any], dic
 
 
 def test_training_is_the_same_without_drafts_with_a_frozen_head_and_with_new_ones(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(refreshing, "judge", lambda *_: BETTER)
+    monkeypatch.setattr(refreshing, "judge", lambda *_: Verdict(9, 1.0, 2.0, 0.5, 1.5))
     monkeypatch.setattr(refreshing, "LEAST", 1)
     monkeypatch.setattr(refreshing, "is_held_out", lambda prompt: sum(prompt) % 2 == 0)
     monkeypatch.setattr("headstart.trl.speculation_for", lambda *_: None)  # a random head does not pay
