@@ -114,21 +114,19 @@ def rotary_table(rope: Rope, head_dim: int, max_positions: int) -> Float[Tensor,
 
     The formulas of scaled ones are transformers' own, which also rotate the target.
     """
-    if rope.kind not in ("default", *SCALINGS):
-        advice = "choose another target, or head.kind medusa, which has no rotary embedding"
-        raise ValueError(
-            f"rope_type {rope.kind!r} in config.json: only default, linear, llama3, yarn are allowed; {advice}"
-        )
+    frequencies, scale = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim), 1.0
     if rope.kind in SCALINGS and rope.scaling.get("factor") is None:
         raise ValueError(f"rope_scaling.factor in config.json: missing, rope_type {rope.kind} needs a number; add it")
-    if torch.get_default_device().type == "meta":  # only the sizes of a head without weights count
-        return torch.empty(max_positions, 2 * head_dim)
-    frequencies, scale = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim), 1.0
     if rope.kind in SCALINGS:
         parameters = {**rope.scaling, "rope_theta": rope.theta, "partial_rotary_factor": 1.0}  # of all dimensions
         sizes = {"head_dim": head_dim, "hidden_size": head_dim, "num_attention_heads": 1}
         config: Any = SimpleNamespace(rope_parameters=parameters, standardize_rope_params=lambda: None, **sizes)
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope.kind](config)
+    elif rope.kind != "default":
+        advice = "choose another target, or head.kind medusa, which has no rotary embedding"
+        raise ValueError(
+            f"rope_type {rope.kind!r} in config.json: only default, linear, llama3, yarn are allowed; {advice}"
+        )
     positions = torch.arange(max_positions, dtype=torch.float64)
     angles = torch.outer(positions, frequencies.double())  # [positions, head_dim / 2]
     angles = torch.cat([angles, angles], dim=-1)

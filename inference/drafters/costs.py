@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
 from statistics import fmean, median
+from typing import Annotated
 
 import numpy
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 
 from headstart.inference.core.drafter import Situation
@@ -30,6 +32,8 @@ SURVEY_STEPS_MIN = 8  # between two surveys
 SURVEY_DECAY = 0.8  # weight of what earlier surveys found
 STAYING_RATE = 0.98  # of the best shape's tokens per second, down to which the last shape stays
 LEAST_CHANCE = 1e-300  # replaces a chance of 0, as in a row that is finished while others still draft
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,21 @@ class CostSurface:
     """
 
     tokens: tuple[int, ...]  # the sizes that were timed, in tokens of all rows together, ascending
-    target: tuple[float, ...]  # a greedy step with that many tokens, without context
+    target: tuple[Seconds, ...]  # a greedy step with that many tokens, without context
     most: int  # nodes of a row's largest tree
-    position: tuple[float, float]  # further, per row and position of context, with one node and with `most`
-    sampled: tuple[float, float]  # further, per row, if rows sample, with one node and with `most`
-    first_level: tuple[float, float]  # drafting for one row without context, and further per position
-    level: tuple[float, float]
+    position: tuple[Seconds, Seconds]  # further, per row and position of context, with one node and with `most`
+    sampled: tuple[Seconds, Seconds]  # further, per row, if rows sample, with one node and with `most`
+    first_level: tuple[Seconds, Seconds]  # drafting for one row without context, and further per position
+    level: tuple[Seconds, Seconds]
     complete: bool = True  # whether all sizes were timed, or nothing else ran meanwhile
+
+    def __post_init__(self) -> None:
+        ascending = all(before < after for before, after in zip(self.tokens, self.tokens[1:], strict=False))
+        growing = all(before <= after for before, after in zip(self.target, self.target[1:], strict=False))
+        matching = len(self.tokens) == len(self.target) >= 2 and self.most >= 2 and self.target[0] > 0
+        rising = self.position[0] <= self.position[1] and self.sampled[0] <= self.sampled[1]
+        if not (ascending and growing and matching and rising and self.first_level[0] > 0):
+            raise ValueError(f"not a valid measurement of costs: {self}")
 
     def seconds(self, nodes: NDArray[numpy.float64], at: "Situation") -> NDArray[numpy.float64]:
         """A target step with this many nodes in each row."""

@@ -162,6 +162,8 @@ DAMAGES: dict[str, Callable[[str], str]] = {
     "cut": lambda text: text[: len(text) // 2],
     "other dtype": lambda text: text.replace('"dtype": "torch.float32"', '"dtype": "torch.float16"'),
     "other key": lambda text: text.replace('"width": 2', '"width": "2"'),
+    "negative": lambda text: with_surface(text, target=[-1.0] * 4),
+    "descending": lambda text: with_surface(text, tokens=[4, 2, 1, 8]),
 }
 
 
@@ -181,6 +183,11 @@ def test_a_broken_file_is_measured_anew_and_a_locked_cache_is_no_error(folder, a
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "file"))
     assert anew().surface.target[0] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def with_surface(text: str, **changed: Any) -> str:
+    content = json.loads(text)
+    return json.dumps({**content, "surface": {**content["surface"], **changed}})
 
 
 def observe(table: CostTable, at: Situation, nodes: int, of_target: float, of_drafting: float = 1.0) -> None:
