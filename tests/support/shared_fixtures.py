@@ -47,7 +47,7 @@ HeadFactory = Callable[..., Any]  # returns a head of the requested kind
 
 @pytest.fixture(autouse=True, scope="module")
 def _shapes_of_a_file() -> None:
-    gc.freeze()  # what earlier files imported; each collection at the end of a harvest would go through it again
+    gc.freeze()  # earlier files' imports stay; else each collection at the end of a harvest goes through them
     shape_checks.check_first(10)
 
 

@@ -153,7 +153,7 @@ def test_a_kernel_that_differs_is_not_used_and_training_runs_own_code(make_model
     assert any(compiler.kernels.values())
     kernels = vars(target.layers[0])["forward"].kernels
     for factor in (1.0, 1.01):
-        kernels.clear()  # of the layer: it is compared with its own code again
+        kernels.clear()  # the layer is compared with its own code again
         for _ in range(2):
             assert torch.equal(tree_logits(target), logits)
         assert {kernel is None for kernel in kernels.values()} == {factor != 1}

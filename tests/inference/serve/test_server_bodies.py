@@ -116,7 +116,7 @@ def test_no_content_is_a_fault_of_the_server(server: Running, capfd: pytest.Capt
         answer = server.http.post(path, content=json.dumps(body), headers=JSON)
         assert answer.status_code in (200, 400, 404), answer.text
         answered.append(answer.status_code == 200)
-        assert answered[-1] or json.dumps(request) not in map(json.dumps, PLAIN), answer.text  # True is no 1 there
+        assert answered[-1] or json.dumps(request) not in map(json.dumps, PLAIN), answer.text  # in JSON true is not 1
         if answer.headers["content-type"].startswith("text/event-stream"):
             assert path == RESPONSES or answer.text.endswith("data: [DONE]\n\n")
         elif answer.status_code != 200:
