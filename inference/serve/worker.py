@@ -161,14 +161,19 @@ class Worker:
     def _step(self) -> None:
         try:
             blocks = self.loop.step()
-        except Exception as error:  # such as too little memory: these requests fail, later ones get a new loop
+        except Exception as error:  # such as too little memory
             traceback.print_exc()
             self.failures += 1
+            # Requests that wait go to a new loop, unless all wait: then nothing would end a loop that always fails.
+            numbers = self.loop.withdraw()
+            waiting = [self.choices.pop(number) for number in numbers] if len(numbers) < len(self.choices) else []
             lost = f"a step failed ({type(error).__name__}); its {len(self.choices)} requests get an error"
             print(lost, file=sys.stderr, flush=True)
             self._fail_all(ApiError(500, "decoding failed; the server's log has the reason"))
             self.cache_usage = 0.0
             self.loop = self.make_loop()
+            for choice in waiting:
+                self._submit(choice)
             return
         now = time.perf_counter()
         self.prefixes = self.loop.prefix_counts

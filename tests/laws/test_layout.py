@@ -49,7 +49,7 @@ BUDGETS = {
     "inference/kernels": 1_825,
     "inference/kernels/gpu": 878,
     "inference/report": 1_128,
-    "inference/serve": 1_687,
+    "inference/serve": 1_692,
     "inference/serve/api": 1_857,
     "inference/targets": 3_431,
     "recipes": 1_915,

@@ -240,13 +240,12 @@ def test_a_step_that_fails_ends_its_requests_alone(served, capfd, stream, steps,
     assert "a step failed" in capfd.readouterr().err
 
 
-def test_a_failed_step_cancelled_a_choice_of_another_request(served: Served) -> None:
+def test_a_failed_step_failed_or_cancelled_choices_of_another_request(served: Served) -> None:
     with gated(served, max_queue=6) as (server, gate):
         failing = PostThread(server, n=2, max_tokens=60, ignore_eos=True)
-        gate.steps.release(1)
-        until(lambda: server.service.running > 0)
+        until(lambda: server.service.running == 2, gate=gate)
         other = PostThread(server, n=4, max_tokens=20, ignore_eos=True)
-        until(lambda: server.service.waiting == 4)
+        until(lambda: len(server.service.worker.loop.waiting) == 4, gate=gate)
         gate.fails = True
         gate.is_open.set()
         assert failing.status == 500
