@@ -385,7 +385,7 @@ class KVCache(Cache):
     def end_row(self, number: int) -> list[Move]:
         """Take a row out of use; returns the moves of other rows."""
         lengths, last = list(self.target.lengths), len(self.target.lengths) - 1
-        self.set_lengths(lengths)  # the head's slots move with the target's
+        self.set_lengths(lengths)  # the head may have read more than its lengths say
         moves = [] if number == last else [Move(last, number)]
         for slots in self.slots:
             slots.end_row(moves)

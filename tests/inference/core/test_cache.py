@@ -144,6 +144,20 @@ def test_a_grown_cache_keeps_its_content(target: TargetModel, head: Eagle3Head) 
         assert [slots.capacity for slots in cache.slots] == [wanted] * 2
 
 
+def test_a_row_that_moves_has_all_that_its_head_read_since_the_last_draft(
+    target: TargetModel, head: Eagle3Head
+) -> None:
+    cache = target.passes.new_cache(16, head.cache_shape, batch=2)
+    assert cache.head is not None
+    cache.head.set_lengths([3, 2])
+    cache.target.set_lengths([7, 9])
+    cache.head.storages[0].normal_()
+    read = cache.head.copy_kv(1, 0, 9)
+    cache.end_row(0)
+    assert torch.equal(cache.head.copy_kv(0, 0, 9)[0], read[0])
+    assert cache.head.lengths == cache.target.lengths == [9]
+
+
 def test_a_cache_is_no_larger_than_its_requests_can_fill_and_no_step_copies_it(target: TargetModel) -> None:
     """Its capacity is that of the longest request: prompt, new tokens and one tree. Pages do not round it up."""
     requests = [Request([1] * 10, 20), Request([1], 5)]
