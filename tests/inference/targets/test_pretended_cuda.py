@@ -27,6 +27,7 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
+from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import VerifiedOnHost, VerifiedRow
 from headstart.inference.drafters.costs import CostAware
 from headstart.inference.drafters.for_heads import head_drafter
@@ -129,7 +130,10 @@ def test_no_captured_step_waits_for_anything(make_model, make_head, cuda, name, 
         taps = torch.randn(rows, max(counts), len(drafter.taps) * target.config.hidden_size, device=CUDA)
         tokens, roots = (torch.randint(97, (rows, count), device=CUDA) for count in (max(counts), 1))
         verified = [VerifiedRow([], held[row] - count, count, 9 - row % 3) for row, count in enumerate(counts)]
-        step(VerifiedOnHost(taps, tokens, roots, sampling, None, verified))
+        if head is None:
+            step.verify(Tree.root_only(roots), sampling)
+        else:
+            step(VerifiedOnHost(taps, tokens, roots, sampling, None, verified))
     assert cuda.replays == 1
     assert not cuda.in_graphs
 
