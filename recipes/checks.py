@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,24 @@ from headstart.recipes.target_sizes import HEADS, LAYERS, POSITIONS, VOCABULARY,
 
 Mistake = tuple[str, str]
 Values = dict[str, Any]
+Sizes = dict[str, int]  # of the target, as far as its config.json gives them
 OFF = {  # a field of training that only some kinds of heads have, and the values of it that mean that it is not used
     "train.fitted_start": "only false",
     "train.anchors": "no value",
     "joint.mode": "only null",
 }
+ROWS = (  # of the report, each with the field of decode that its drafter needs, and what that allows
+    ("draft_model", "draft_model", "a path"),
+    ("generate_assisted", "draft_model", "a path"),
+    ("repeats", "repeats", "1 to 64"),
+)
 RELATIVE_PATHS = "relative paths start from the current directory"
 
 
 def recipe_mistakes(sections: Mapping[str, Any]) -> Iterator[Mistake]:
     """Yield every contradiction between the sections that are valid, and every size that does not fit the target."""
-    yield from mistakes_of((kind_mistakes, level_mistakes, joint_mistakes, split_mistakes, row_mistakes), sections)
+    checks = (file_mistakes, kind_mistakes, level_mistakes, joint_mistakes, split_mistakes, row_mistakes)
+    yield from mistakes_of(checks, sections)
     if "target" in sections:
         try:
             config = local_config(sections["target"].path)
@@ -47,16 +55,12 @@ def recipe_mistakes(sections: Mapping[str, Any]) -> Iterator[Mistake]:
             yield from size_mistakes(config, sections)
 
 
-def file_mistakes(data: object) -> Iterator[Mistake]:
-    """Yield the files of prompts that are missing; of raw values, so that they are named along with other mistakes."""
-    paths = {key: data.get(key) if isinstance(data, dict) else None for key in ("prompts", "heldout_prompts")}
-    prompts, heldout_prompts = (path if isinstance(path, str) and path != SELF else None for path in paths.values())
-    if prompts is not None and not prompts.startswith(HUB_PREFIX) and not os.path.exists(os.path.expanduser(prompts)):
-        allowed = f"an existing file or dataset folder, {HUB_PREFIX}org/name:split or {SELF} is allowed"
-        yield "data.prompts", f"{allowed}; put the prompts there ({RELATIVE_PATHS})"
-    if heldout_prompts is not None and not os.path.isfile(os.path.expanduser(heldout_prompts)):
-        allowed = f"an existing file, or {SELF} with data.prompts {SELF}, is allowed"
-        yield "data.heldout_prompts", f"{allowed}; put the prompts there ({RELATIVE_PATHS})"
+def size_mistakes(config: Values, sections: Mapping[str, Any]) -> Iterator[Mistake]:
+    """Yield every size that does not fit a target with this config.json."""
+    names = {"layers": LAYERS, "vocab_size": VOCABULARY, "positions": POSITIONS, "heads": HEADS}
+    numbers = {name: first(text_section(config), *keys) for name, keys in names.items()}
+    sizes = {name: number for name, number in numbers.items() if isinstance(number, int)}
+    yield from mistakes_of((head_mistakes, width_mistakes, length_mistakes), {**sections, "sizes": sizes})
 
 
 def mistakes_of(checks: Iterable[Callable[..., Iterator[Mistake]]], values: Mapping[str, Any]) -> Iterator[Mistake]:
@@ -65,6 +69,16 @@ def mistakes_of(checks: Iterable[Callable[..., Iterator[Mistake]]], values: Mapp
         names = inspect.signature(check).parameters
         if names.keys() <= values.keys():
             yield from check(**{name: values[name] for name in names})
+
+
+def file_mistakes(data: DataSection) -> Iterator[Mistake]:
+    """Files of prompts that are missing."""
+    if data.prompts != SELF and not data.prompts.startswith(HUB_PREFIX) and not os.path.exists(data.prompts):
+        allowed = f"an existing file or dataset folder, {HUB_PREFIX}org/name:split or {SELF} is allowed"
+        yield "data.prompts", f"{allowed}; put the prompts there ({RELATIVE_PATHS})"
+    if not data.holds_out_own_prompts and not data.heldout_prompts.is_file():
+        allowed = f"an existing file, or {SELF} with data.prompts {SELF}, is allowed"
+        yield "data.heldout_prompts", f"{allowed}; put the prompts there ({RELATIVE_PATHS})"
 
 
 def kind_mistakes(head: HeadSection, train: TrainSection, joint: JointSection) -> Iterator[Mistake]:
@@ -112,13 +126,47 @@ def split_mistakes(target: TargetSection, data: DataSection) -> Iterator[Mistake
 
 def row_mistakes(report: ReportSection, decode: DecodeSection) -> Iterator[Mistake]:
     """Rows of the report whose drafter lacks what it needs."""
-    for row in {"draft_model", "generate_assisted"}.intersection(report.baselines) if not decode.draft_model else ():
-        yield (
-            "decode.draft_model",
-            f"a path is allowed, because report.baselines has {row}; add it, or remove {row} there",
-        )
-    if "repeats" in report.baselines and not decode.repeats:
-        yield "decode.repeats", "1 to 64 is allowed, because report.baselines has repeats; add it, or remove repeats"
+    for row, field, allowed in ROWS:
+        if row in report.baselines and not getattr(decode, field):
+            why = f"because report.baselines has {row}"
+            yield f"decode.{field}", f"{allowed} is allowed, {why}; add it, or remove {row} there"
+
+
+def head_mistakes(sizes: Sizes, head: HeadSection) -> Iterator[Mistake]:
+    """A head reads, copies and drafts what the target has."""
+    layers, heads, tokens = sizes.get("layers", inf), sizes.get("heads", 0), sizes.get("vocab_size", inf)
+    if beyond := [tap for tap in getattr(head, "taps", None) or () if tap > layers]:
+        allowed = f"hidden states 0 to {layers} of a target with {layers} layers are allowed"
+        yield "head.taps", f"{allowed}; replace {', '.join(map(str, beyond))}"
+    if isinstance(head, LayerSection) and head.num_heads is None and head.num_kv_heads and heads % head.num_kv_heads:
+        allowed = f"a divisor of the target's {heads} attention heads is allowed"
+        yield "head.num_kv_heads", f"{allowed}; change it, or set head.num_heads"
+    if (getattr(head, "draft_vocab_size", None) or 0) > tokens:
+        yield "head.draft_vocab_size", f"1 to the target's {tokens} tokens are allowed; lower it, or null for all"
+    if (getattr(head, "mask_token_id", None) or 0) >= tokens:
+        allowed = f"0 to {tokens - 1} of the target's tokens is allowed"
+        yield "head.mask_token_id", f"{allowed}; choose one that it never writes, or null for its last"
+
+
+def width_mistakes(sizes: Sizes, head: HeadSection, decode: DecodeSection) -> Iterator[Mistake]:
+    """A node cannot have more children than there are draft tokens."""
+    drafted, whose = sizes.get("vocab_size", inf), "the target has tokens"
+    if (size := getattr(head, "draft_vocab_size", None)) and decode.drafter == "head":
+        drafted, whose = min(size, drafted), "the head drafts tokens (head.draft_vocab_size)"
+    if decode.growth in RANKED_GROWTHS and decode.width > drafted:
+        yield "decode.width", f"1 to {drafted} is allowed, as many as {whose}; lower it"
+
+
+def length_mistakes(sizes: Sizes, data: DataSection, decode: DecodeSection) -> Iterator[Mistake]:
+    """No text is longer than the target's positions."""
+    positions = sizes.get("positions", inf)
+    if data.longest_sample > positions:
+        allowed = f"at most {max(positions - data.prompt_tokens, 0)} is allowed, with data.prompt_tokens"
+        why = f"{data.prompt_tokens} in the target's {positions} positions"
+        yield "data.response_tokens", f"{allowed} {why}; lower one of them"
+    if decode.max_new_tokens >= positions:
+        allowed = f"1 to {positions - 1} is allowed, fewer than the target's {positions} positions"
+        yield "decode.max_new_tokens", f"{allowed}; lower it"
 
 
 def local_config(target: str) -> Values:
@@ -140,64 +188,6 @@ def local_config(target: str) -> Values:
     if not isinstance(config, dict):
         raise ValueError("a folder whose config.json is a JSON object is allowed; give the folder of a model")
     return config
-
-
-def size_mistakes(config: Values, sections: Mapping[str, Any]) -> Iterator[Mistake]:
-    """Yield every size that does not fit a target with this config.json."""
-    sizes = text_section(config)
-    names = {"layers": LAYERS, "vocab_size": VOCABULARY, "positions": POSITIONS, "num_heads": HEADS}
-    numbers = {name: number for name, keys in names.items() if isinstance(number := first(sizes, *keys), int)}
-    checks = (tap_mistakes, attention_mistakes, vocabulary_mistakes, width_mistakes, sample_mistakes, text_mistakes)
-    yield from mistakes_of(checks, {**sections, **numbers})
-
-
-def tap_mistakes(layers: int, head: HeadSection) -> Iterator[Mistake]:
-    if beyond := [tap for tap in getattr(head, "taps", None) or () if tap > layers]:
-        allowed = f"hidden states 0 to {layers} of a target with {layers} layers are allowed"
-        yield "head.taps", f"{allowed}; replace {', '.join(map(str, beyond))}"
-
-
-def attention_mistakes(num_heads: int, head: HeadSection) -> Iterator[Mistake]:
-    if (
-        isinstance(head, LayerSection)
-        and head.num_heads is None
-        and head.num_kv_heads
-        and num_heads % head.num_kv_heads
-    ):
-        allowed = f"a divisor of the target's {num_heads} attention heads is allowed"
-        yield "head.num_kv_heads", f"{allowed}; change it, or set head.num_heads"
-
-
-def vocabulary_mistakes(vocab_size: int, head: HeadSection) -> Iterator[Mistake]:
-    if (getattr(head, "draft_vocab_size", None) or 0) > vocab_size:
-        yield "head.draft_vocab_size", f"1 to the target's {vocab_size} tokens are allowed; lower it, or null for all"
-    if (getattr(head, "mask_token_id", None) or 0) >= vocab_size:
-        allowed = f"0 to {vocab_size - 1} of the target's tokens is allowed"
-        yield "head.mask_token_id", f"{allowed}; choose one that it never writes, or null for its last"
-
-
-def width_mistakes(vocab_size: int, head: HeadSection, decode: DecodeSection) -> Iterator[Mistake]:
-    """A node cannot have more children than there are draft tokens."""
-    drafted, whose = vocab_size, "the target has tokens"
-    if (size := getattr(head, "draft_vocab_size", None)) and decode.drafter == "head":
-        drafted, whose = min(size, vocab_size), "the head drafts tokens (head.draft_vocab_size)"
-    if decode.growth in RANKED_GROWTHS and decode.width > drafted:
-        yield "decode.width", f"1 to {drafted} is allowed, as many as {whose}; lower it"
-
-
-def sample_mistakes(positions: int, data: DataSection) -> Iterator[Mistake]:
-    if data.longest_sample > positions:
-        prompt, response = data.prompt_tokens, data.response_tokens
-        field, other = ("prompt_tokens", response) if prompt >= positions else ("response_tokens", prompt)
-        most = f"up to {positions - other}" if other < positions else f"fewer than {positions}"
-        why = f"because data.prompt_tokens {prompt} + data.response_tokens {response} exceed the target's {positions} "
-        yield f"data.{field}", f"{most} is allowed, {why}positions; lower one of them"
-
-
-def text_mistakes(positions: int, decode: DecodeSection) -> Iterator[Mistake]:
-    if decode.max_new_tokens >= positions:
-        allowed = f"1 to {positions - 1} is allowed, fewer than the target's {positions} positions"
-        yield "decode.max_new_tokens", f"{allowed}; lower it"
 
 
 def refuse_original_target(recipe: Recipe) -> None:

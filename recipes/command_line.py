@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -20,18 +20,6 @@ from headstart.recipes.load import RecipeError, load_recipe
 from headstart.recipes.schema import Recipe
 
 Item = TypeVar("Item")
-
-
-class RecipeParser(argparse.ArgumentParser):
-    """An argument parser whose --help ends with the table of all recipe fields."""
-
-    def format_help(self) -> str:
-        return f"{super().format_help()}\nfields of a recipe:\n{field_table()}"
-
-    def error(self, message: str) -> NoReturn:
-        """End the process; argparse's own message says what is wrong, but not what to do."""
-        allowed = "a recipe and then section.key=value are allowed"
-        super().error(f"{message}; {allowed}; {self.prog} --help lists the fields")
 
 
 @dataclass(frozen=True)
@@ -49,49 +37,6 @@ class DeviceMemory:
             allowed = "the memory of one device is allowed, such as 80GB, or of several, such as 8x80GB; write one"
             raise argparse.ArgumentTypeError(f"{text} given, {allowed}")
         return cls(int(found[1] or 1), int(float(found[2]) * (10**9 if found[3] == "GB" else 2**30)))
-
-
-def recipe_from_command_line(doc: str | None, argv: Sequence[str] | None = None) -> Recipe:
-    """Load the recipe named on the command line; mistakes go to stderr and exit with status 2. `doc` opens --help."""
-    parser = recipe_parser(doc)
-    return named_recipe(parser.parse_args(argv))
-
-
-def recipe_parser(doc: str | None) -> RecipeParser:
-    """A parser for a recipe and overrides of its fields."""
-    command = command_name()
-    parser = RecipeParser(
-        prog=command,
-        description=(doc or "").strip(),
-        epilog=f"examples:\n  {command} recipes/tiny.yaml\n  {command} recipes/tiny.yaml run_dir=runs/other "
-        "'report.temperatures=[0, 1]'",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("recipe", help="YAML file, such as recipes/tiny.yaml")
-    value = "replaces the file's value; written as YAML"
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=value)
-    return parser
-
-
-def named_recipe(arguments: argparse.Namespace) -> Recipe:
-    """Load the recipe that was parsed; mistakes go to stderr and exit with status 2."""
-    try:
-        return load_recipe(arguments.recipe, arguments.overrides)
-    except RecipeError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
-
-
-def recipe_and_devices(doc: str | None, argv: Sequence[str] | None = None) -> tuple[Recipe, DeviceMemory | None]:
-    """The same for a command that trains, whose dry run may plan for devices that are not here."""
-    parser = recipe_parser(doc)
-    about = "plan for devices that are not here: the memory of one, such as 80GB, or 8x80GB (with train.dry_run=true)"
-    parser.add_argument("--device-memory", type=DeviceMemory.parse, metavar="[COUNTx]SIZE", help=about)
-    arguments = parser.parse_intermixed_args(argv)
-    recipe, given = named_recipe(arguments), arguments.device_memory
-    if given is not None and not recipe.train.dry_run:
-        parser.error("argument --device-memory: it plans and does not train; write train.dry_run=true, or leave it out")
-    return recipe, given
 
 
 @dataclass(frozen=True)
@@ -120,9 +65,64 @@ class Share:
         return work[self.number - 1 :: self.count]
 
 
+def own_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser for a command with arguments of its own; `doc` opens --help."""
+    style = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=command_name(), description=doc, formatter_class=style)
+
+
+class RecipeParser(argparse.ArgumentParser):
+    """A parser for a recipe and overrides of its fields, to which a command may add options; `doc` opens --help."""
+
+    def __init__(self, doc: str | None) -> None:
+        command = command_name()
+        examples = f"{command} recipes/tiny.yaml\n  {command} recipes/tiny.yaml run_dir=runs/other "
+        super().__init__(
+            prog=command,
+            description=(doc or "").strip(),
+            epilog=f"examples:\n  {examples}'report.temperatures=[0, 1]'",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        self.add_argument("recipe", help="YAML file, such as recipes/tiny.yaml")
+        value = "replaces the file's value; written as YAML"
+        self.add_argument("overrides", nargs="*", metavar="section.key=value", help=value)
+
+    def format_help(self) -> str:
+        return f"{super().format_help()}\nfields of a recipe:\n{field_table()}"
+
+    def error(self, message: str) -> NoReturn:
+        """End the process; argparse's own message says what is wrong, but not what to do."""
+        allowed = "a recipe and then section.key=value are allowed"
+        super().error(f"{message}; {allowed}; {self.prog} --help lists the fields")
+
+    def read(self, argv: Sequence[str] | None) -> tuple[Recipe, dict[str, Any]]:
+        """Load the recipe, and the other options by name; mistakes go to stderr and exit with status 2."""
+        given = vars(self.parse_intermixed_args(argv))
+        try:
+            return load_recipe(given.pop("recipe"), given.pop("overrides")), given
+        except RecipeError as error:
+            self.exit(2, f"{error}\n")
+
+
+def recipe_from_command_line(doc: str | None, argv: Sequence[str] | None = None) -> Recipe:
+    """Load the recipe named on the command line; mistakes go to stderr and exit with status 2. `doc` opens --help."""
+    return RecipeParser(doc).read(argv)[0]
+
+
+def recipe_and_devices(doc: str | None, argv: Sequence[str] | None = None) -> tuple[Recipe, DeviceMemory | None]:
+    """The same for a command that trains, whose dry run may plan for devices that are not here."""
+    parser = RecipeParser(doc)
+    about = "plan for devices that are not here: the memory of one, such as 80GB, or 8x80GB (with train.dry_run=true)"
+    parser.add_argument("--device-memory", type=DeviceMemory.parse, metavar="[COUNTx]SIZE", help=about)
+    recipe, options = parser.read(argv)
+    if options["device_memory"] is not None and not recipe.train.dry_run:
+        parser.error("argument --device-memory: it plans and does not train; write train.dry_run=true, or leave it out")
+    return recipe, options["device_memory"]
+
+
 def harvest_arguments(doc: str | None, argv: Sequence[str] | None = None) -> tuple[Recipe, Share | None, str | None]:
     """The same for a harvest, of which a process may make one part, or Ray's workers all; `doc` opens --help."""
-    parser = recipe_parser(doc)
+    parser = RecipeParser(doc)
     way = parser.add_mutually_exclusive_group()
     about = (
         "make one part of the shards, in this process alone: 1/64 is the first of 64, which run in any order, at any "
@@ -134,8 +134,8 @@ def harvest_arguments(doc: str | None, argv: Sequence[str] | None = None) -> tup
     )
     about += "else one started here; needs pip install -e '.[ray]'"
     way.add_argument("--on", choices=["ray"], help=about)
-    arguments = parser.parse_intermixed_args(argv)
-    return named_recipe(arguments), arguments.part, arguments.on
+    recipe, options = parser.read(argv)
+    return recipe, options["part"], options["on"]
 
 
 def run_command(
@@ -164,12 +164,6 @@ def pull_folders(recipe: Recipe) -> None:
             pull(folder)
 
 
-def own_parser(doc: str | None) -> argparse.ArgumentParser:
-    """A parser for a command with arguments of its own; `doc` opens --help."""
-    style = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=command_name(), description=doc, formatter_class=style)
-
-
 def command_name() -> str:
     """How the user started the running command: `headstart NAME`, `python -m MODULE` or `python SCRIPT`."""
     if sys.argv[0].startswith("headstart "):  # put there by headstart/cli.py
@@ -181,8 +175,8 @@ def command_name() -> str:
 def field_table() -> str:
     """The table of all recipe fields with type, default and description, as wide as the terminal."""
     table = Table("field", "type", "default", "description", box=None, pad_edge=False, header_style="")
-    for field in recipe_fields().values():
-        table.add_row(field.path, field.allowed, field.default or "required", field.description)
+    for path, field in recipe_fields().items():
+        table.add_row(path, field.allowed, field.default or "required", field.description)
     text = io.StringIO()
     Console(file=text, width=shutil.get_terminal_size((120, 40)).columns, markup=False, highlight=False).print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"

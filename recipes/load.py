@@ -3,22 +3,25 @@
 import difflib
 import re
 import reprlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from headstart.common.remote import without_secrets
-from headstart.recipes.checks import file_mistakes, recipe_mistakes
+from headstart.recipes.checks import recipe_mistakes
 from headstart.recipes.fields import in_yaml, recipe_fields, recipe_sections, section_keys
 from headstart.recipes.schema import Recipe
-from headstart.recipes.values import Section
 
 NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # errors of PyYAML; a number of 5000 digits is a ValueError
+SHOWN = 60  # characters of a value in a message
+SHORT = reprlib.Repr()  # looks no deeper than a message can show: nested aliases may stand for billions of values
+SHORT.maxlevel, SHORT.maxlist, SHORT.maxdict = 4, 10, 10
+SHORT.maxstring = SHORT.maxlong = SHORT.maxother = 2 * SHOWN
 
 
 class RecipeError(ValueError):
@@ -26,34 +29,18 @@ class RecipeError(ValueError):
 
 
 class RecipeLoader(yaml.SafeLoader):
-    """YAML 1.1 with the numbers of YAML 1.2, and without dates, which no recipe needs.
+    """YAML 1.2: 1e-4 is a number, while 010, 1:30 and 2026-11-26 are text."""
 
-    So 1e-4 is a number, while 010 and 1:30 are text, which YAML 1.1 would silently take for 8 and 90.
-    """
-
-    yaml_implicit_resolvers = {  # noqa: RUF012 (how PyYAML extends a loader)
-        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":float", ":int", ":timestamp"))]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+    yaml_implicit_resolvers = {}  # noqa: RUF012 (how PyYAML extends a loader)
 
 
-RecipeLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$"), list("-+0123456789")
-)
-RecipeLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"(?:[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)"
-        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-    ),
-    list("-+.0123456789"),
-)
-SHOWN = 60  # characters of a value in a message
-
-
-SHORT = reprlib.Repr()  # looks no deeper than a message can show: nested aliases may stand for billions of values
-SHORT.maxlevel, SHORT.maxlist, SHORT.maxdict = 4, 10, 10
-SHORT.maxstring = SHORT.maxlong = SHORT.maxother = 2 * SHOWN
+for name, pattern in {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)",
+    "float": r"[-+]?((\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(inf|Inf|INF|nan|NaN|NAN))",
+}.items():
+    RecipeLoader.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(f"({pattern})$"), None)
 
 
 @dataclass
@@ -63,6 +50,16 @@ class RawRecipe:
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)  # section.key -> "line 3" or "override section.key=value"
     mistakes: list[str] = field(default_factory=list)
+
+    def put(self, path: str, value: object, place: str) -> None:
+        """Set a section or one of its keys; what is no section takes no keys, which validation reports."""
+        section, dot, key = path.partition(".")
+        if not dot:
+            self.values[section] = value
+        elif isinstance(holder := self.values.setdefault(section, {}), dict):
+            holder[key] = value
+        self.places[path] = place
+        self.places.setdefault(section, place)
 
     def given(self, path: str) -> str:
         """The value at section.key as the report shows it."""
@@ -85,75 +82,51 @@ class RawRecipe:
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Load a YAML recipe and apply the overrides; raises RecipeError listing every mistake."""
-    if isinstance(overrides, str):  # it would be read letter by letter
-        allowed = "a list of texts is allowed; write load_recipe(path, ['train.steps=100'])"
-        raise RecipeError(f"overrides: {overrides!r} given, {allowed}")
-    raw = read_recipe_file(Path(path))
+    raw, invalid = RawRecipe(), set()
+    read_file(raw, Path(path))
     for override in overrides:
         apply_override(raw, override)
-    recipe = None
     try:
         recipe = Recipe.model_validate(raw.values)
-        sections = dict(recipe)
     except ValidationError as error:
         for details in error.errors():
             add_schema_mistake(raw, details)
-        sections = valid_sections(raw.values, {details["loc"][0] for details in error.errors()})
-    for field_path, allowed_and_advice in (*file_mistakes(raw.values.get("data")), *recipe_mistakes(sections)):
-        raw.add_mistake(field_path, allowed_and_advice)
-    if recipe is None or raw.mistakes:
+            invalid.add(details["loc"][0])
+    types = {name: TypeAdapter(Recipe.model_fields[name].annotation) for name in recipe_sections().keys() - invalid}
+    sections = {name: kind.validate_python(raw.values.get(name, {})) for name, kind in types.items()}
+    for mistake in recipe_mistakes(sections):
+        raw.add_mistake(*mistake)
+    if raw.mistakes:
         count = "1 mistake" if len(raw.mistakes) == 1 else f"{len(raw.mistakes)} mistakes"
         raise RecipeError("\n  ".join([f"{path}: {count}", *raw.mistakes]))
     return recipe
 
 
-def valid_sections(values: dict[str, Any], invalid: Collection[object]) -> dict[str, Section]:
-    """The sections that are valid, although the recipe is not."""
-    sections = {}
-    for name, kinds in recipe_sections().items():
-        if name not in invalid:
-            section = values.get(name, {})
-            sections[name] = kinds[section.get("kind", "")].model_validate(section)
-    return sections
-
-
-def read_recipe_file(path: Path) -> RawRecipe:
-    """Read a recipe file's values and their line numbers; raises RecipeError if it is not a YAML mapping."""
-    raw = RawRecipe()
+def read_file(raw: RawRecipe, path: Path) -> None:
+    """Put in a recipe file's values with their lines; raises RecipeError if it is not a YAML mapping."""
     try:
         loader = RecipeLoader(path.read_text(encoding="utf-8"))
-        document = loader.get_single_node()
-        if document is None:  # an empty file: every required field is reported later
-            return raw
-        if not isinstance(document, yaml.MappingNode):
-            raise RecipeError(f"{path}: not a recipe; write sections, each with `key: value` lines below it")
-        repeated = list(record_lines(document, raw.places))
-        raw.values = with_text_keys(loader.construct_document(document))
+        document = loader.get_single_node() or yaml.MappingNode("", [])  # an empty file: required fields are missing
+        for name, node, line in entries(document) if isinstance(document, yaml.MappingNode) else ():
+            if name in raw.places:
+                raw.mistakes.append(f"{name}: given in {raw.places[name]} and in {line}, once is allowed; remove one")
+            has_keys = isinstance(node, yaml.MappingNode) and "." not in name  # which follow
+            value = {} if has_keys else loader.construct_document(node)
+            raw.put(name, {} if value is None and name in recipe_sections() else value, line)
     except OSError as error:
         raise RecipeError(f"{path}: {error.strerror}; give the path of a recipe, such as recipes/tiny.yaml") from error
-    except RecipeError:
-        raise
     except NOT_YAML as error:
         raise RecipeError(f"{path}: not YAML: {in_one_line(error)}; fix the file there") from error
-    for name in recipe_sections():
-        if raw.values.get(name, ...) is None:  # a section whose keys are all commented out
-            raw.values[name] = {}
-        elif isinstance(raw.values.get(name), dict):
-            raw.values[name] = with_text_keys(raw.values[name])
-    for key, line in repeated:
-        raw.mistakes.append(f"{key}: given in {raw.places[key]} and in {line}, once is allowed; remove one")
-    return raw
+    if not isinstance(document, yaml.MappingNode):
+        raise RecipeError(f"{path}: not a recipe; write sections, each with `key: value` lines below it")
 
 
-def record_lines(mapping: yaml.MappingNode, places: dict[str, str], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Record the line of every key, section keys included; yields each repeated key with its second line."""
+def entries(mapping: yaml.MappingNode, prefix: str = "") -> Iterator[tuple[str, yaml.Node, str]]:
+    """Every field of a recipe's file and every key of its sections: path, value and line."""
     for key, value in mapping.value:
-        path, line = f"{prefix}{key.value}", f"line {key.start_mark.line + 1}"
-        if path in places and key.value != "<<":  # `<<` merges another mapping and may be repeated
-            yield path, line
-        places.setdefault(path, line)
+        yield f"{prefix}{key.value}", value, f"line {key.start_mark.line + 1}"
         if not prefix and isinstance(value, yaml.MappingNode):
-            yield from record_lines(value, places, f"{path}.")
+            yield from entries(value, f"{key.value}.")
 
 
 def apply_override(raw: RawRecipe, override: str) -> None:
@@ -162,18 +135,10 @@ def apply_override(raw: RawRecipe, override: str) -> None:
     if not equals or not path:
         raw.mistakes.append(f"{path}: {override!r} given, section.key=value is allowed; for example train.steps=100")
         return
-    raw.places[path] = f"override {override}"
-    section, dot, key = path.partition(".")
     try:
-        value = yaml.load(text, RecipeLoader)  # RecipeLoader is a SafeLoader
+        raw.put(path, yaml.load(text, RecipeLoader), f"override {override}")  # RecipeLoader is a SafeLoader
     except NOT_YAML as error:
         raw.mistakes.append(f"{path}: {text!r} given, YAML is allowed; put it in quotes ({in_one_line(error)})")
-        return
-    if not dot:
-        raw.values[section] = value
-    elif isinstance(holder := raw.values.setdefault(section, {}), dict):
-        holder[key] = value
-        raw.places.setdefault(section, f"override {override}")
 
 
 def add_schema_mistake(raw: RawRecipe, details: ErrorDetails) -> None:
@@ -205,8 +170,7 @@ def add_schema_mistake(raw: RawRecipe, details: ErrorDetails) -> None:
 
 def unknown_key(path: str, kind: str) -> str:
     """The message for a key that is not in the schema: the allowed keys and what was probably meant."""
-    section, dot, key = path.partition(".")
-    section, key = (section, key) if dot else ("", section)
+    section, _, key = path.partition(".") if "." in path else ("", "", path)
     keys = section_keys(section, kind)
     if path in recipe_fields():
         others = " or ".join(other for other in recipe_sections()[section] if key in section_keys(section, other))
@@ -217,15 +181,8 @@ def unknown_key(path: str, kind: str) -> str:
     return f"but there is no such key, only {', '.join(keys)} are allowed; {advice}"
 
 
-def with_text_keys(mapping: dict[Any, Any]) -> dict[str, Any]:
-    """Convert keys to text, so YAML keys such as `1:` and `on:` are reported as unknown keys."""
-    return {str(key): value for key, value in mapping.items()}
-
-
 def in_one_line(error: Exception) -> str:
     """A YAML error in one line, without the excerpt of the file."""
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
     return " ".join(str(error).split())

@@ -2,13 +2,13 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import get_args
 
 from headstart.common.remote import is_url, without_secrets
-from headstart.recipes.command_line import named_recipe, own_parser, recipe_parser
+from headstart.recipes.command_line import RecipeParser, own_parser
 from headstart.recipes.schema import Recipe
 from headstart.recipes.values import Dtype
 
@@ -104,7 +104,7 @@ class AdaptOptions:
 
 def adapt_options(doc: str | None, argv: Sequence[str] | None = None) -> tuple[Recipe, AdaptOptions]:
     """The recipe of the served head, and the options of `headstart adapt`; `doc` opens --help."""
-    parser = recipe_parser(doc)
+    parser = RecipeParser(doc)
     add = parser.add_argument
     add("--server", default="http://127.0.0.1:8000", help="a server with --adapt-memory (default: %(default)s)")
     add("--versions", type=Path, metavar="FOLDER", help="folder of the heads served so far (default: RUN_DIR/versions)")
@@ -113,10 +113,8 @@ def adapt_options(doc: str | None, argv: Sequence[str] | None = None) -> tuple[R
     add("--after", type=positive, default=20_000, metavar="TOKENS", help=after)
     add("--once", action="store_true", help="train one candidate on what the server has now, and end")
     add("--roll-back", action="store_true", help="serve the head that was served before the present one, and end")
-    given = parser.parse_intermixed_args(argv)
-    recipe = named_recipe(given)
-    names = [field.name for field in fields(AdaptOptions)]
-    return recipe, AdaptOptions(**{name: getattr(given, name) for name in names})
+    recipe, options = parser.read(argv)
+    return recipe, AdaptOptions(**options)
 
 
 def positive(text: str) -> int:

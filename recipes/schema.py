@@ -1,11 +1,9 @@
 """The typed recipe: every setting of a run is one field here, with its unit, range and default."""
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Field,
     ValidationInfo,
@@ -17,6 +15,7 @@ from headstart.recipes.sampling import TEMPERATURE_MAX
 from headstart.recipes.schema_heads import AnyHeadSection
 from headstart.recipes.schema_train import JointSection, TrainSection
 from headstart.recipes.values import (
+    NO_REPEATS,
     Baselines,
     Batches,
     DeviceName,
@@ -31,14 +30,20 @@ from headstart.recipes.values import (
     Servers,
     SystemPrompts,
     Temperatures,
-    refuse_repeats,
+    matching,
     with_day_as_text,
 )
 
 RANKED_GROWTHS = ("dynamic", "cost_aware")  # they expand a node by its decode.width likeliest children
 SELF = "self"  # the data.prompts and data.heldout_prompts value for prompts that the target writes itself
 HUB_PREFIX = "hf:"  # data.prompts starts with it to name a Hugging Face hub dataset
-HUB_NAME = re.compile(rf"{HUB_PREFIX}[\w.-]+(/[\w.-]+)?(:\w+)?")
+Prompts = Annotated[
+    HomeText,
+    matching(
+        rf"(?s:(?!{HUB_PREFIX}).*)|{HUB_PREFIX}[\w.-]+(/[\w.-]+)?(:\w+)?",
+        f"{HUB_PREFIX}org/name:split is allowed for a dataset of the hub; correct the name",
+    ),
+]
 
 
 class TargetSection(Section):
@@ -81,7 +86,7 @@ class TargetSection(Section):
 class DataSection(Section):
     """The prompts that the target answers, and how its answers become training features."""
 
-    prompts: HomeText = Field(
+    prompts: Prompts = Field(
         description="Prompts or conversations to train on: a .jsonl, .parquet or .txt file, a folder written by the "
         f"datasets library, {HUB_PREFIX}org/name:split, or {SELF}: the target, a chat model, writes them itself "
         "(Magpie)."
@@ -161,13 +166,6 @@ class DataSection(Section):
     draft_head: HomePath | None = Field(
         default=None, description="Folder of a head that speeds up writing the responses; null is none."
     )
-
-    @field_validator("prompts")
-    @classmethod
-    def hub_names_are_whole(cls, prompts: str) -> str:
-        if prompts.startswith(HUB_PREFIX) and not HUB_NAME.fullmatch(prompts):
-            raise ValueError(f"{HUB_PREFIX}org/name:split is allowed for a dataset of the hub; correct the name")
-        return prompts
 
     @model_validator(mode="after")
     def fields_agree(self) -> "DataSection":
@@ -280,7 +278,7 @@ class ReportSection(Section):
         default=80, gt=0, description="Prompts for each row, of each category in turn; several turns count once."
     )
     batches: Batches = Field(default=(1,), description="Batch sizes; every row is measured with each.")
-    temperatures: Annotated[Temperatures, AfterValidator(refuse_repeats)] = Field(
+    temperatures: Annotated[Temperatures, NO_REPEATS] = Field(
         default=(0.0, 0.7), description="Sampling temperatures; every row is measured at each."
     )
     other_heads: Folders = Field(

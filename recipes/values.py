@@ -6,15 +6,7 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    field_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator
 
 from headstart.common.remote import is_url, mirror_of, shown
 from headstart.recipes.sampling import TEMPERATURE_MAX
@@ -22,26 +14,24 @@ from headstart.recipes.sampling import TEMPERATURE_MAX
 LONGEST_NAME = 255  # bytes of a file's name, on every common file system
 
 
-def refuse_unusable_path(path: object) -> object:
-    """Raise ValueError for text that can name no file; a Path would take "" for the current folder."""
-    if isinstance(path, str) and (not path.strip() or "\0" in path):
+def usable_path(path: object) -> object:
+    """A path with its ~ replaced; raises ValueError for text that can name no file. Path takes "" for "."."""
+    if not isinstance(path, str | Path):
+        return path
+    text = str(path)
+    if not text.strip() or "\0" in text:
         raise ValueError("a path of one or more characters is allowed; change it, or write . for the current folder")
-    if isinstance(path, str) and any(len(os.fsencode(name)) > LONGEST_NAME for name in path.split("/")):
+    if any(len(os.fsencode(name)) > LONGEST_NAME for name in text.split("/")):
         raise ValueError(f"a path with names of up to {LONGEST_NAME} bytes is allowed; choose another, shorter one")
-    return path
+    if is_url(text):
+        fields = "run_dir, data.folder, data.store"
+        raise ValueError(f"a path on this machine is allowed; copy it here: only {fields} may be URLs")
+    return os.path.expanduser(text)
 
 
 def mirrored(path: object) -> object:
     """The local mirror of a URL; anything else as it is."""
     return mirror_of(path) if isinstance(path, str) and is_url(path) else path
-
-
-def refuse_url(path: object) -> object:
-    if isinstance(path, str) and is_url(path):
-        raise ValueError(
-            "a path on this machine is allowed; copy it here: only run_dir, data.folder, data.store may be URLs"
-        )
-    return path
 
 
 def refuse_file(folder: Path) -> Path:
@@ -51,42 +41,19 @@ def refuse_file(folder: Path) -> Path:
     return folder
 
 
-# Sections are strict: a quoted "600" is not a number. YAML has neither tuples nor paths, so those types convert.
-HomePath = Annotated[
-    Path,
-    Field(strict=False),
-    BeforeValidator(refuse_unusable_path),
-    BeforeValidator(refuse_url),
-    AfterValidator(lambda path: Path(os.path.expanduser(path))),
-]
-PathOrUrl = Annotated[
-    Path,
-    Field(strict=False),
-    BeforeValidator(mirrored),
-    BeforeValidator(refuse_unusable_path),
-    AfterValidator(lambda path: Path(os.path.expanduser(path))),
-    AfterValidator(refuse_file),
-    PlainSerializer(shown, when_used="json"),
-]
-HomeText = Annotated[
-    str, BeforeValidator(refuse_unusable_path), BeforeValidator(refuse_url), AfterValidator(os.path.expanduser)
-]
-Temperature = Annotated[float, Field(ge=0, le=TEMPERATURE_MAX)]
-Temperatures = Annotated[tuple[Temperature, ...], Field(strict=False, min_length=1)]
-Dtype = Literal["float32", "bfloat16", "float16"]
-DEVICE_NAME = re.compile(r"auto|cpu|(cuda|mps|xpu|hpu)(:\d+)?")
+def matching(pattern: str, allowed_and_advice: str) -> AfterValidator:
+    """Refuses texts that do not match, with these words."""
 
+    def matched(text: str) -> str:
+        if re.fullmatch(pattern, text) is None:
+            raise ValueError(allowed_and_advice)
+        return text
 
-def refuse_unknown_device(name: str) -> str:
-    """Raise ValueError for a name that is no device; whether this machine has it is checked when a run starts."""
-    if DEVICE_NAME.fullmatch(name):
-        return name
-    advice = "did you mean cuda?" if name.partition(":")[0].lower() in ("gpu", "cuda", "nvidia") else "choose one"
-    raise ValueError(f"auto, cpu, cuda, a numbered device such as cuda:1, or mps, xpu, hpu is allowed; {advice}")
+    return AfterValidator(matched)
 
 
 def with_day_as_text(variables: object) -> object:
-    """The variables with `date` as text, which YAML reads as a day; raises ValueError for one that is no day."""
+    """The variables with `date` as text, also a date of Python; raises ValueError for one that is no day."""
     if not isinstance(variables, dict) or "date" not in variables:
         return variables
     try:
@@ -95,41 +62,43 @@ def with_day_as_text(variables: object) -> object:
         raise ValueError("a day such as 2026-11-26 is allowed as its date; correct it, or remove it") from None
 
 
-def refuse_other_schemes(url: str) -> str:
-    """Raise ValueError for text that is no URL of a server."""
-    if not re.match(r"https?://[^/\s]", url):
-        written = url.lstrip("/") or "HOST:PORT"
-        raise ValueError(f"a URL that starts with http:// or https:// is allowed; write http://{written}")
-    return url
-
-
 def refuse_repeats(values: tuple[object, ...]) -> tuple[object, ...]:
     if len({*values}) < len(values):
         raise ValueError(f"a list without repeats is allowed; write {list(dict.fromkeys(values))}")
     return values
 
 
-DeviceName = Annotated[str, AfterValidator(refuse_unknown_device)]
-Url = Annotated[str, AfterValidator(refuse_other_schemes)]
-Servers = Annotated[
-    tuple[Url, ...],
-    Field(strict=False, min_length=1),
-    BeforeValidator(lambda urls: [urls] if isinstance(urls, str) else urls),
-    AfterValidator(refuse_repeats),
+# Sections are strict: a quoted "600" is not a number. YAML has neither tuples nor paths, so those types convert.
+SOME = Field(strict=False, min_length=1)  # items of a tuple
+NO_REPEATS = AfterValidator(refuse_repeats)
+HomeText = Annotated[str, BeforeValidator(usable_path)]
+HomePath = Annotated[Path, Field(strict=False), BeforeValidator(usable_path)]
+PathOrUrl = Annotated[
+    HomePath, BeforeValidator(mirrored), AfterValidator(refuse_file), PlainSerializer(shown, when_used="json")
 ]
-Batches = Annotated[
-    tuple[Annotated[int, Field(gt=0)], ...], Field(strict=False, min_length=1), AfterValidator(refuse_repeats)
-]
-Devices = Annotated[tuple[DeviceName, ...], Field(strict=False, min_length=1)]
-SystemPrompt = Annotated[str, Field(min_length=1)]
-SystemPrompts = Annotated[tuple[SystemPrompt | None, ...], Field(strict=False, min_length=1)]
 Folders = Annotated[dict[Annotated[str, Field(min_length=1)], HomePath], Field(strict=False)]
+Temperature = Annotated[float, Field(ge=0, le=TEMPERATURE_MAX)]
+Temperatures = Annotated[tuple[Temperature, ...], SOME]
+DEVICES = "auto, cpu, cuda, a numbered device such as cuda:1, or mps, xpu, hpu is allowed; choose one"
+DeviceName = Annotated[str, matching(r"auto|cpu|(cuda|mps|xpu|hpu)(:\d+)?", DEVICES)]
+Devices = Annotated[tuple[DeviceName, ...], SOME]
+URLS = "a URL that starts with http:// or https:// is allowed; write http:// in front"
+Servers = Annotated[
+    tuple[Annotated[str, matching(r"https?://[^/\s].*", URLS)], ...],
+    SOME,
+    BeforeValidator(lambda urls: [urls] if isinstance(urls, str) else urls),
+    NO_REPEATS,
+]
+Batches = Annotated[tuple[Annotated[int, Field(gt=0)], ...], SOME, NO_REPEATS]
+SystemPrompt = Annotated[str, Field(min_length=1)]
+SystemPrompts = Annotated[tuple[SystemPrompt | None, ...], SOME]
+Dtype = Literal["float32", "bfloat16", "float16"]
 Objective = Literal["soft_cross_entropy", "reverse_kl", "total_variation", "log_acceptance", "blended_acceptance"]
 DrafterKind = Literal["head", "draft_model", "prompt_lookup"]
 DrafterRow = Literal["draft_model", "prompt_lookup"]
 HeadRow = Literal["chain", "tree", "cost_aware", "repeats", "untrained"]
 Baseline = Literal["plain", "generate", "generate_lookup", "generate_assisted", HeadRow, DrafterRow]
-Baselines = Annotated[tuple[Baseline, ...], Field(strict=False, min_length=1), AfterValidator(refuse_repeats)]
+Baselines = Annotated[tuple[Baseline, ...], SOME, NO_REPEATS]
 
 
 class Section(BaseModel):

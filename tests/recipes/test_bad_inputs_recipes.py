@@ -99,12 +99,12 @@ FILES: dict[bytes, str] = {
     b"run_dir: !!python/object/apply:os.getcwd []\n": "not YAML | line 1",
     b"run_dir: &a [*a]\n": "run_dir: [[[[[...]]]]] given | a path is allowed | change it",
     b"train: &t\n  steps: *t\n": "train.steps: | given | a whole number > 0 | change it",
-    b"run_dir: " + b"[" * 500: "not YAML | nested",
+    b"run_dir: " + b"[" * 500: "not YAML | recursion",
     b"seed: " + b"9" * 5000: "not YAML | 4300 digits",
     LAUGHS: "a: | given, but there is no such key, only run_dir | remove it",
     b"run_dir: a\nrun_dir: b\n": "run_dir: given in line 1 | in line 2 | once is allowed | remove one",
     b"train:\n  steps: 1\n  steps: 2\n": "train.steps: given in line 2 | line 3 | once | remove one",
-    b"on: 1\n": "True: 1 given | no such key, only run_dir | remove it",
+    b"on: 1\n": "on: 1 given | no such key, only run_dir | remove it",
     b"train:\n  steps: 1:30\n": "train.steps: '1:30' given | a whole number > 0 | change it",
 }
 CONFIGS = {
