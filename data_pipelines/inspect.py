@@ -24,19 +24,16 @@ from headstart.data_pipelines.prompts.prompts import (
 from headstart.data_pipelines.prompts.responses import Response
 from headstart.data_pipelines.stages.stage import Json, Stage
 from headstart.inference.targets.tokenizer import Tokenizer
-from headstart.recipes import Recipe, run_command
+from headstart.recipes import Recipe
 
 SAMPLES = 4  # samples shown in full
 BAD_ROWS = 20  # rows without a sample shown
 BINS, BAR = 10, 30  # a histogram's number of bins, and the characters of its longest bar
 
 
-def main() -> None:
-    run_command(__doc__, lambda recipe: inspect(recipe, Console()))
-
-
-def inspect(recipe: Recipe, console: Console) -> None:
+def inspect(recipe: Recipe, console: Console | None = None) -> None:
     """Print samples, histograms and unusable rows."""
+    console = console or Console()
     stage = make_prompts_alone(recipe)
     texts = [Response.from_row(row) for row in training_rows(recipe, stage)]
     tokenizer = load_target_tokenizer(recipe)

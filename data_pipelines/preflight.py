@@ -62,7 +62,7 @@ def refuse_size_mistakes(recipe: Recipe, folder: Path) -> None:
     """Raise ValueError for sizes that do not fit a target on the hub; a local one was checked with the recipe."""
     values, config = recipe.model_dump(mode="json"), json.loads((folder / "config.json").read_text(encoding="utf-8"))
     lines = []
-    for path, allowed_and_advice in size_mistakes(config, dict(recipe)):
+    for path, allowed_and_advice in size_mistakes(config, recipe):
         section, _, key = path.partition(".")
         lines.append(f"{path}: {values[section][key]} given, {allowed_and_advice}")
     if lines:

@@ -14,7 +14,7 @@ is not a terminal, each line of it is a question, and nothing is coloured.
 import signal
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +26,6 @@ from types import FrameType
 from rich.console import Console
 from rich.text import Text
 
-from headstart.common.errors import STARTS_OVER, errors_as_messages
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.verify import BONUS
@@ -37,7 +36,7 @@ from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.show import TextStream
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.tokenizer import visible_text_of
-from headstart.options import FOLDER, ChatOptions, chat_options, find_folder
+from headstart.options import FOLDER, ChatOptions, find_folder
 from headstart.smollm2 import fetch
 
 Turn = dict[str, str]
@@ -53,13 +52,11 @@ SHADES = ("#d9f0d3", "#b8e2b0", "#93d08c", "#6abb6b", "#43a24f", "#1f7d34", "#0f
 WHITE_LETTERS_FROM = 6  # the first depth whose shade is too dark for black letters
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    options = chat_options(__doc__, argv)
+def main(options: ChatOptions) -> None:
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # do not fail on other terminal encodings
-    with errors_as_messages(STARTS_OVER):
-        talk(options)
+    talk(options)
 
 
 def talk(options: ChatOptions) -> None:

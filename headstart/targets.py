@@ -11,13 +11,11 @@ Loading a model tries its own weights in the same way, and that trial decides.
 
 import json
 import textwrap
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
-
-from headstart.common.errors import errors_as_messages
-from headstart.options import targets_options
 
 TABLE = Path(__file__).with_name("families.json")  # which `benchmarks/target_families.py --write` makes
 LINE_WIDTH, LABEL_WIDTH = 119, 14
@@ -88,11 +86,9 @@ class FamilyTable:
         return {method: listed for method, listed in names.items() if listed}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    name = targets_options(__doc__, argv).name
-    with errors_as_messages():
-        table = FamilyTable.packaged()
-        print("\n".join(overview(table) if name is None else in_lines(name, table)))
+def main(arguments: Namespace) -> None:
+    name, table = arguments.name, FamilyTable.packaged()
+    print("\n".join(overview(table) if name is None else in_lines(name, table)))
 
 
 def overview(table: FamilyTable) -> Iterator[str]:

@@ -32,7 +32,7 @@ from headstart.inference.drafters.growth import Dynamic, Growth
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.generate.loading import held_out_prompts, taps_to_read
 from headstart.inference.targets.model import TargetModel
-from headstart.recipes import Recipe, run_command
+from headstart.recipes import Recipe
 
 MULTIPLIERS = torch.logspace(-0.6, 0.7, 53)  # to try: 0.25 to 5
 GUMBEL_WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)  # tried with every fourth multiplier
@@ -182,10 +182,6 @@ def tally_text(tally: Tally, levels: Iterator[LevelScores], unit: float = 1.0) -
         tally.hits[level] += torch.bincount(ranks[rankable], minlength=max_ranks)[:max_ranks].cpu()
         tally.tried[level] += int(rankable.sum())
         rankable, drafted = rankable & (ranks < max_ranks), drafted & (ranks < USUAL_CHILDREN)
-
-
-def main() -> None:
-    run_command(__doc__, calibrate)
 
 
 def calibrate(recipe: Recipe) -> None:

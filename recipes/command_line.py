@@ -142,26 +142,27 @@ def run_command(
     doc: str | None,
     run: Callable[..., object],
     interrupted: str = STARTS_OVER,
-    read: Callable[[str | None], tuple[Recipe, *tuple[object, ...]]] | None = None,
+    read: Callable[[str | None], object] = recipe_from_command_line,
 ) -> None:
-    """Run a command on the recipe from the command line; errors of users, disks and networks end it with one message.
-
-    `interrupted` is the message for Ctrl-C. A command with options of its own has them read by `read`, which returns
-    the recipe and what else `run` is given.
-    """
+    """Run a command on what `read` makes of the command line; `interrupted` is the message for Ctrl-C."""
     with errors_as_messages(interrupted):
-        arguments = (recipe_from_command_line(doc),) if read is None else read(doc)
-        keep_freed_memory()
-        with errors_as_messages(interrupted, arguments[0]):
-            pull_folders(arguments[0])
-            run(*arguments)
+        carry_out(run, read(doc), interrupted)
 
 
-def pull_folders(recipe: Recipe) -> None:
-    """Fetch what the stores at the recipe's URLs hold; raises ValueError naming the field if one cannot be read."""
-    for field, folder in {"run_dir": recipe.run_dir, **recipe.data.folders}.items():
-        with named_errors(field):
-            pull(folder)
+def carry_out(run: Callable[..., object], given: object, interrupted: str) -> None:
+    """Run a command on its argument or tuple of them, of which the first may be a recipe, whose stores are fetched.
+
+    Errors of users, disks and networks end it with one message, which names the recipe's field.
+    """
+    arguments = given if isinstance(given, tuple) else (given,)
+    recipe = arguments[0] if isinstance(arguments[0], Recipe) else None
+    with errors_as_messages(interrupted, recipe):
+        if recipe is not None:
+            keep_freed_memory()
+            for field, folder in {"run_dir": recipe.run_dir, **recipe.data.folders}.items():
+                with named_errors(field):
+                    pull(folder)
+        run(*arguments)
 
 
 def command_name() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from headstart.common.remote import without_secrets
@@ -20,7 +20,6 @@ from headstart.recipes.schema import Recipe
 NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # errors of PyYAML; a number of 5000 digits is a ValueError
 SHOWN = 60  # characters of a value in a message
 SHORT = reprlib.Repr()  # looks no deeper than a message can show: nested aliases may stand for billions of values
-SHORT.maxlevel, SHORT.maxlist, SHORT.maxdict = 4, 10, 10
 SHORT.maxstring = SHORT.maxlong = SHORT.maxother = 2 * SHOWN
 
 
@@ -49,7 +48,7 @@ class RawRecipe:
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)  # section.key -> "line 3" or "override section.key=value"
-    mistakes: list[str] = field(default_factory=list)
+    mistakes: dict[str, str] = field(default_factory=dict)  # section.key -> its line in the report: the first mistake
 
     def put(self, path: str, value: object, place: str) -> None:
         """Set a section or one of its keys; what is no section takes no keys, which validation reports."""
@@ -76,29 +75,25 @@ class RawRecipe:
         """Report a field with its value; `allowed_and_advice` is "WHAT IS ALLOWED; what to do"."""
         place = f" ({self.places[path]})" if path in self.places else ""
         line = without_secrets(f"{path}: {self.given(path)} given, {allowed_and_advice}{place}")
-        if line not in self.mistakes:  # two bad items in one list count as one mistake
-            self.mistakes.append(line)
+        self.mistakes.setdefault(path, line)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Load a YAML recipe and apply the overrides; raises RecipeError listing every mistake."""
-    raw, invalid = RawRecipe(), set()
+    raw = RawRecipe()
     read_file(raw, Path(path))
     for override in overrides:
         apply_override(raw, override)
     try:
         recipe = Recipe.model_validate(raw.values)
+        for mistake in recipe_mistakes(recipe):
+            raw.add_mistake(*mistake)
     except ValidationError as error:
         for details in error.errors():
             add_schema_mistake(raw, details)
-            invalid.add(details["loc"][0])
-    types = {name: TypeAdapter(Recipe.model_fields[name].annotation) for name in recipe_sections().keys() - invalid}
-    sections = {name: kind.validate_python(raw.values.get(name, {})) for name, kind in types.items()}
-    for mistake in recipe_mistakes(sections):
-        raw.add_mistake(*mistake)
     if raw.mistakes:
         count = "1 mistake" if len(raw.mistakes) == 1 else f"{len(raw.mistakes)} mistakes"
-        raise RecipeError("\n  ".join([f"{path}: {count}", *raw.mistakes]))
+        raise RecipeError("\n  ".join([f"{path}: {count}", *raw.mistakes.values()]))
     return recipe
 
 
@@ -109,7 +104,8 @@ def read_file(raw: RawRecipe, path: Path) -> None:
         document = loader.get_single_node() or yaml.MappingNode("", [])  # an empty file: required fields are missing
         for name, node, line in entries(document) if isinstance(document, yaml.MappingNode) else ():
             if name in raw.places:
-                raw.mistakes.append(f"{name}: given in {raw.places[name]} and in {line}, once is allowed; remove one")
+                where = f"given in {raw.places[name]} and in {line}"
+                raw.mistakes[name] = f"{name}: {where}, once is allowed; remove one"
             has_keys = isinstance(node, yaml.MappingNode) and "." not in name  # which follow
             value = {} if has_keys else loader.construct_document(node)
             raw.put(name, {} if value is None and name in recipe_sections() else value, line)
@@ -133,12 +129,14 @@ def apply_override(raw: RawRecipe, override: str) -> None:
     """Replace one of the file's values by `section.key=value`; the value is read as YAML."""
     path, equals, text = override.partition("=")
     if not equals or not path:
-        raw.mistakes.append(f"{path}: {override!r} given, section.key=value is allowed; for example train.steps=100")
+        allowed = "section.key=value is allowed; for example train.steps=100"
+        raw.mistakes[override] = f"{path}: {override!r} given, {allowed}"
         return
     try:
         raw.put(path, yaml.load(text, RecipeLoader), f"override {override}")  # RecipeLoader is a SafeLoader
     except NOT_YAML as error:
-        raw.mistakes.append(f"{path}: {text!r} given, YAML is allowed; put it in quotes ({in_one_line(error)})")
+        allowed = f"YAML is allowed; put it in quotes ({in_one_line(error)})"
+        raw.mistakes[path] = f"{path}: {text!r} given, {allowed}"
 
 
 def add_schema_mistake(raw: RawRecipe, details: ErrorDetails) -> None:
@@ -149,8 +147,6 @@ def add_schema_mistake(raw: RawRecipe, details: ErrorDetails) -> None:
         inside = ["kind"]
     path = ".".join([section, *inside[:1]])  # a bad list item is reported as the whole list
     known = recipe_fields().get(path)
-    if details["type"] in ("none_required", "too_short") and any(line.startswith(f"{path}: ") for line in raw.mistakes):
-        return  # what is wrong with the value, or with each item of the list, has been said
     if details["type"] == "extra_forbidden":
         raw.add_mistake(path, unknown_key(path, kind))
     elif details["type"] == "value_error":  # from a validator of one field or of a whole section

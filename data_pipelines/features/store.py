@@ -9,11 +9,11 @@ A recipe trains on a merged store with data.store=runs/all/features.
 import json
 import shlex
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 from rich.filesize import decimal
 
-from headstart.common.errors import errors_as_messages
 from headstart.common.files import whole_folder, write_text
 from headstart.data_pipelines.features.shard_files import non_finite, open_shard
 from headstart.data_pipelines.features.shards import (
@@ -27,7 +27,6 @@ from headstart.data_pipelines.features.shards import (
 from headstart.data_pipelines.stages.stage import CHECKSUM, CONTENT, Json, Stage, differences, file_digest
 from headstart.heads.target_config import TargetOrigin, folder_of
 from headstart.recipes import Recipe
-from headstart.recipes.other_commands import store_options
 
 SPLITS = ("train", "heldout")
 MERGE_KEYS = ("taps", "dtype", "target")  # manifest keys that stores must share to be merged
@@ -162,16 +161,14 @@ def existing_store(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage
     return Stage("features", folder, inputs)
 
 
-def main() -> None:
-    arguments = store_options(__doc__)
-    with errors_as_messages():
-        if arguments.command == "merge":
-            merge(arguments.folder, arguments.sources)
-            print(f"{describe_store(arguments.folder)}\nmerged; train on it with data.store={arguments.folder}")
-        elif arguments.sources:
-            problem = f"store verify: {len(arguments.sources) + 1} folders are given"
-            raise ValueError(f"{problem}, one is allowed; start it once for each")
-        else:
-            refuse_damage(arguments.folder)
-            sound = "every shard matches the manifest, and all numbers are finite"
-            print(f"{describe_store(arguments.folder)}\n{arguments.folder}: {sound}")
+def main(arguments: Namespace) -> None:
+    if arguments.command == "merge":
+        merge(arguments.folder, arguments.sources)
+        print(f"{describe_store(arguments.folder)}\nmerged; train on it with data.store={arguments.folder}")
+    elif arguments.sources:
+        problem = f"store verify: {len(arguments.sources) + 1} folders are given"
+        raise ValueError(f"{problem}, one is allowed; start it once for each")
+    else:
+        refuse_damage(arguments.folder)
+        sound = "every shard matches the manifest, and all numbers are finite"
+        print(f"{describe_store(arguments.folder)}\n{arguments.folder}: {sound}")

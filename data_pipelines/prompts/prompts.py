@@ -37,7 +37,7 @@ from headstart.inference.images.kept import KeptPictures
 from headstart.inference.targets.chat_template import DATE, ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
-from headstart.recipes import Recipe, run_command
+from headstart.recipes import Recipe
 from headstart.recipes.schema import SELF, DataSection
 
 ROW_REPORT = "rows.json"  # the unusable rows and why
@@ -302,9 +302,6 @@ def make_prompts_alone(recipe: Recipe) -> Stage:
         return make_prompts(recipe)
 
 
-def main() -> None:
-    def show(recipe: Recipe) -> None:
-        make_prompts_alone(recipe)
-        print(f"{describe_prompts(recipe)}\nwritten to {shown(recipe.prompts_dir)}")
-
-    run_command(__doc__, show)
+def make_and_show_prompts(recipe: Recipe) -> None:
+    make_prompts_alone(recipe)
+    print(f"{describe_prompts(recipe)}\nwritten to {shown(recipe.prompts_dir)}")

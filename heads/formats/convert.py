@@ -10,14 +10,13 @@ once. Nothing in the folder is executed: a pickle may hold only tensors.
 """
 
 import pickle
-from collections.abc import Sequence
+from argparse import Namespace
 from functools import reduce
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from headstart.common.errors import errors_as_messages
 from headstart.heads.files import (
     MODEL,
     PICKLES,
@@ -35,17 +34,14 @@ from headstart.heads.kinds.mtp import mtp_names
 from headstart.heads.quantised import SCALE_SUFFIXES, without_scales
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.heads.vocab import DraftVocab
-from headstart.recipes.other_commands import convert_options
 from headstart.recipes.schema_heads import MtpSection
 from headstart.recipes.target_sizes import text_section
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = convert_options(__doc__, argv)
-    with errors_as_messages():
-        inferred = convert(arguments.path, arguments.out, arguments.target)
-        print("\n".join(inferred))
-        print(f"head written to {arguments.out}; next: headstart report RECIPE decode.head={arguments.out}")
+def main(arguments: Namespace) -> None:
+    inferred = convert(arguments.path, arguments.out, arguments.target)
+    print("\n".join(inferred))
+    print(f"head written to {arguments.out}; next: headstart report RECIPE decode.head={arguments.out}")
 
 
 def convert(path: Path, out: Path, target: str) -> list[str]:

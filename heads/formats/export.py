@@ -36,7 +36,7 @@ from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
 from headstart.heads.kinds.checkpoint import load_head_for, stored_dtype
 from headstart.heads.quantised import FLOAT8_CONFIG, in_float8, without_scales
 from headstart.heads.target_config import folder_of, path_for_engines
-from headstart.recipes import Recipe, run_command
+from headstart.recipes import Recipe
 from headstart.recipes.checks import refuse_original_target
 from headstart.recipes.other_commands import OWN_FORMAT
 from headstart.recipes.schema import ExportSection
@@ -46,10 +46,6 @@ OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 SHOWN = 400  # last characters of what the converter printed
 ONE_FILE = Path(__file__).resolve().parents[2] / "examples/one_file.py"
 NOT_COPIED = ("README.md",)  # files of a target that its export leaves out
-
-
-def main() -> None:
-    run_command(__doc__, export)
 
 
 def export(recipe: Recipe) -> Path:

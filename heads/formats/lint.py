@@ -11,25 +11,23 @@ every engine that reads its layout as it is. Exit code 1 if there is an error, 0
 """
 
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
-from headstart.common.errors import errors_as_messages
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats.layouts import layout_of
 from headstart.heads.formats.subject import Subject, Violation
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetOrigin, locate_target
-from headstart.recipes.other_commands import OWN_FORMAT, lint_options
+from headstart.recipes.other_commands import OWN_FORMAT
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = lint_options(__doc__, argv)
-    with errors_as_messages():
-        broken = lint(arguments.export, arguments.target, arguments.engine)
-        print("\n".join(map(str, broken)) or all_is_well(arguments.export, arguments.engine))
+def main(arguments: Namespace) -> None:
+    broken = lint(arguments.export, arguments.target, arguments.engine)
+    print("\n".join(map(str, broken)) or all_is_well(arguments.export, arguments.engine))
     sys.exit(1 if any(violation.severity == "error" for violation in broken) else 0)
 
 

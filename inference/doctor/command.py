@@ -17,7 +17,7 @@ next to other rows, with the prompt in other chunks, by compiled layers. The tab
 """
 
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from headstart.common.errors import errors_as_messages
 from headstart.common.files import read_jsonl
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats.lint import engines_of, violations
@@ -48,7 +47,7 @@ from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import pick_device
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import load_tokenizer
-from headstart.recipes.other_commands import Options, doctor_options
+from headstart.recipes.other_commands import Options
 from headstart.recipes.schema import TargetSection
 
 PROMPT_TOKENS, NEW_TOKENS = 90, 9  # of the text whose bits are compared
@@ -67,14 +66,13 @@ class Diagnosis:
     served: list[float] | None  # None without an export, or with one that cannot be computed
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    arguments = vars(doctor_options(None, argv))
+def main(given: Namespace) -> None:
+    arguments = vars(given)
     head, target, export = (arguments.pop(name) for name in ("head", "target", "export"))
     bits, dtype = arguments.pop("bits"), arguments.pop("dtype")
-    with errors_as_messages():
-        if bits is not None:
-            sys.exit(print_bits(TargetSection(path=bits, dtype=dtype, adapter=arguments["adapter"])))
-        diagnosis = diagnose(head, target, export, Options(**arguments))
+    if bits is not None:
+        sys.exit(print_bits(TargetSection(path=bits, dtype=dtype, adapter=arguments["adapter"])))
+    diagnosis = diagnose(head, target, export, Options(**arguments))
     levels = range(len(diagnosis.trained))
     rows = [["accuracy", *(f"depth {level + 1}" for level in levels)]]
     rows.append(["HEAD, as trained", *(f"{share:.3f}" for share in diagnosis.trained)])

@@ -64,7 +64,7 @@ from headstart.inference.report.tables import as_markdown, legend, published_tab
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import pick_device, processor_name, slow_format
 from headstart.inference.targets.model import TargetModel
-from headstart.recipes import Recipe, run_command
+from headstart.recipes import Recipe
 from headstart.recipes.checks import refuse_original_target
 
 WARMUP_PROMPTS = 3  # decoded before timing starts at the first temperature; one is enough for the others
@@ -126,10 +126,6 @@ class Benchmark:
             progress.advance(0, f"{note}, token forcing")
             forcing = Forcing.measured(self.target, self.prompts, max_new_tokens, sampling)
         return Comparison(methods, rounds, sampling, batch, forcing).outcomes()
-
-
-def main() -> None:
-    run_command(__doc__, report)
 
 
 def report(recipe: Recipe) -> list[Outcome]:

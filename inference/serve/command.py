@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -24,7 +24,7 @@ from typing import Any
 
 import uvicorn
 
-from headstart.common.errors import NOT_BEGUN, errors_as_messages
+from headstart.common.errors import NOT_BEGUN
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.drafters.build import build_drafter, growth_for, load_drafting_head
 from headstart.inference.engine.loop import DecodeLoop
@@ -34,7 +34,7 @@ from headstart.inference.generate.loading import load_model
 from headstart.inference.images.prompts import image_prompts
 from headstart.inference.serve.app import build_app
 from headstart.inference.serve.metrics import promised_length
-from headstart.inference.serve.options import ServeOptions, serve_options
+from headstart.inference.serve.options import ServeOptions
 from headstart.inference.serve.service import Served, Service
 from headstart.inference.serve.traffic import Adaptation, Traffic
 from headstart.inference.targets.cuda_graph import SpareSteps
@@ -43,9 +43,8 @@ from headstart.inference.targets.model import TargetModel
 LAST_BYTES_SECONDS = 5  # for clients to read the ends of their answers
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    options = serve_options(None, argv)
-    with errors_as_messages(NOT_BEGUN), listen(options.host, options.port) as listening:
+def main(options: ServeOptions) -> None:
+    with listen(options.host, options.port) as listening:
         thread = ThreadPoolExecutor(1, "worker")
         try:
             served = thread.submit(load, options, thread).result()

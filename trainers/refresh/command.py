@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headstart.common.errors import CONTINUES
 from headstart.common.files import remove
 from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.features.shards import MANIFEST, stored_taps
 from headstart.heads.kinds.checkpoint import head_taps, load_head, save_head
 from headstart.heads.target_config import TargetConfig, folder_of
-from headstart.recipes import Recipe, run_command
-from headstart.recipes.other_commands import AdaptOptions, adapt_options
+from headstart.recipes import Recipe
+from headstart.recipes.other_commands import AdaptOptions
 from headstart.trainers.refresh.refresh import Refreshed, refresh
 from headstart.trainers.refresh.server import AdaptingServer, RefusedError, UnreachableError
 from headstart.trainers.refresh.versions import Versions
@@ -31,10 +30,6 @@ from headstart.trainers.refresh.versions import Versions
 RATE = 0.1  # of the recipe's learning rates, which are those of a new head
 NICE = 15  # the learner gives way to the server
 LOOK = 10.0  # seconds between looks at the server
-
-
-def main() -> None:
-    run_command(__doc__, adapt, CONTINUES, adapt_options)
 
 
 def adapt(recipe: Recipe, options: AdaptOptions) -> None:
