@@ -139,9 +139,5 @@ def open_harvest(recipe: Recipe, target: OneTarget | None = None) -> Iterator["H
         yield stack.enter_context(harvest_of(recipe, state, shared=target))
 
 
-def main() -> None:
-    run_command(__doc__, run, CONTINUES, harvest_arguments)
-
-
 if __name__ == "__main__":
-    main()
+    run_command(__doc__, run, CONTINUES, harvest_arguments)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from headstart.inference.generate.model import SpeculativeModel
     from headstart.recipes import Recipe, RecipeError, load_recipe
     from headstart.recipes.schema import DecodeSection
+    from headstart.trainers import train
     from headstart.trainers.refresh.refresh import Refreshed, Rollout, refresh
 
 __all__ = [
@@ -50,14 +51,8 @@ MODULES = {
     "load_head": "headstart.heads.kinds.checkpoint",
     "load_recipe": "headstart.recipes",
     "refresh": "headstart.trainers.refresh.refresh",
+    "train": "headstart.trainers",
 }
-
-
-def train(recipe: "Recipe") -> None:
-    """Train the recipe's head, after the earlier stages that are missing, as `headstart train RECIPE` does."""
-    from headstart.trainers import run
-
-    run(recipe)
 
 
 def __getattr__(name: str) -> object:

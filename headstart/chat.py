@@ -52,15 +52,11 @@ SHADES = ("#d9f0d3", "#b8e2b0", "#93d08c", "#6abb6b", "#43a24f", "#1f7d34", "#0f
 WHITE_LETTERS_FROM = 6  # the first depth whose shade is too dark for black letters
 
 
-def main(options: ChatOptions) -> None:
+def talk(options: ChatOptions) -> None:
+    """Load target and head, and answer until the questions end."""
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # do not fail on other terminal encodings
-    talk(options)
-
-
-def talk(options: ChatOptions) -> None:
-    """Load target and head, and answer until the questions end."""
     names = options.model
     if names.target is None:
         folder = find_folder(FOLDER)

@@ -19,12 +19,7 @@ from types import ModuleType
 from headstart.common.errors import CONTINUES, NOT_BEGUN, STARTS_OVER, errors_as_messages
 from headstart.inference.serve.options import serve_options
 from headstart.options import chat_options, smollm2_options, targets_options
-from headstart.recipes.command_line import (
-    carry_out,
-    harvest_arguments,
-    recipe_and_devices,
-    recipe_from_command_line,
-)
+from headstart.recipes.command_line import carry_out, harvest_arguments, recipe_and_devices, recipe_from_command_line
 from headstart.recipes.other_commands import adapt_options, convert_options, doctor_options, lint_options, store_options
 
 
@@ -78,7 +73,7 @@ COMMANDS = {  # in data-flow order
         store_options,
     ),
     "train": Command(
-        "headstart.trainers:run",
+        "headstart.trainers:train",
         "Train a head in one process. Harvests first if needed, and continues a run that was stopped.",
         "reads RUN_DIR/features, target's embedding, norm, lm_head; writes RUN_DIR/checkpoints, head, metrics.jsonl",
         "recipes/tiny.yaml run_dir=runs/short train.steps=100",
@@ -96,7 +91,7 @@ COMMANDS = {  # in data-flow order
         "reads RUN_DIR/head or decode.head, target, prompts; writes RUN_DIR/report",
     ),
     "chat": Command(
-        "headstart.chat:main",
+        "headstart.chat:talk",
         "Talk with a target in the terminal: streamed answers, draft tokens coloured, tokens per target step.",
         "reads target, head (default: SmolLM2-135M-Instruct, which it fetches, and its bundled head); writes nothing",
         "--target assets/demo_target --head assets/demo_head",
@@ -148,23 +143,21 @@ COMMANDS = {  # in data-flow order
 
 
 def main() -> None:
+    name, *own = sys.argv[1:] or ["--help"]
     with errors_as_messages(NOT_BEGUN):  # reading the arguments and loading the command's module take seconds
-        run(sys.argv[1:])
+        if name in ("-h", "--help"):
+            print(overview())
+        elif name == "--version":
+            print(f"headstart {version('headstart')}")
+        elif name in COMMANDS:
+            sys.argv = [f"headstart {name}", *own]  # what the command's own --help shows as its name
+            run(COMMANDS[name])
+        else:
+            print(unknown_command(name), file=sys.stderr)
+            raise SystemExit(2)
 
 
-def run(arguments: list[str]) -> None:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(overview())
-        return
-    if arguments[0] == "--version":
-        print(f"headstart {version('headstart')}")
-        return
-    name, *own = arguments
-    if name not in COMMANDS:
-        print(unknown_command(name), file=sys.stderr)
-        raise SystemExit(2)
-    sys.argv = [f"headstart {name}", *own]  # what the command's own --help shows as its name
-    command = COMMANDS[name]
+def run(command: Command) -> None:
     module, _, function = command.runs.partition(":")
     given = command.read_arguments(docstring(module))
     carry_out(getattr(imported(module), function), given, command.interrupted)

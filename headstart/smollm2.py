@@ -54,12 +54,9 @@ def fetch(folder: Path, source: str) -> str:
     if folder.exists():
         raise ValueError(f"{folder} exists and holds no config.json; a new folder is allowed: give another one")
     with whole_folder(folder) as partial:
-        write_card(partial, *from_first(source, partial))
+        origin, weights = from_first(source, partial)
+        (partial / "README.md").write_text(CARD.format(source=origin, weights=weights), encoding="utf-8")
     return f"SmolLM2-135M-Instruct is in {folder}; use it as target.path={folder}"
-
-
-def write_card(folder: Path, source: str, weights: str) -> None:
-    (folder / "README.md").write_text(CARD.format(source=source, weights=weights), encoding="utf-8")
 
 
 def from_first(source: str, folder: Path) -> tuple[str, str]:

@@ -5,33 +5,43 @@ Each mistake is a pair of section.key and "WHAT IS ALLOWED; what to do".
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from headstart.recipes.fields import head_kinds
+from headstart.recipes.fields import head_kinds, recipe_fields
 from headstart.recipes.schema import HUB_PREFIX, RANKED_GROWTHS, SELF, DataSection, Recipe
 from headstart.recipes.target_sizes import HEADS, LAYERS, POSITIONS, VOCABULARY, first, text_section
 
 Mistake = tuple[str, str]
 Values = dict[str, Any]
-OFF = {  # a field of training that only some kinds of heads have, and the values of it that mean that it is not used
-    "train.fitted_start": "only false",
-    "train.anchors": "no value",
-    "joint.mode": "only null",
+EXCLUDED = {  # a field -> fields, or values of them, with which it must have its default
+    "data.responses": ("data.prompts=self",),  # which has no conversations
+    "data.self_pictures": ("data.server", "data.states"),  # the target that sees them is that of this process
+    "data.online": ("data.store",),
+    "data.states": ("data.online", "data.store"),  # they are for features that are harvested
+    "data.draft_head": ("data.server", "data.states", "data.responses=given"),
+    "head.draft_vocab_size": ("joint.mode",),
+    "train.pack_tokens": ("joint.mode",),
+    "train.fitted_start": ("train.start_from",),
+    "target.split": ("joint.mode",),
 }
 ROWS = (  # of the report, each with the field of decode that its drafter needs, and what that allows
     ("draft_model", "draft_model", "a path"),
     ("generate_assisted", "draft_model", "a path"),
     ("repeats", "repeats", "1 to 64"),
 )
+HEAD_ROWS = ("chain", "tree", "cost_aware", "repeats")
+HUB_NAME = re.compile(rf"{HUB_PREFIX}[\w.-]+(/[\w.-]+)?(:\w+)?")
 RELATIVE_PATHS = "relative paths start from the current directory"
 
 
 def recipe_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     """Yield every file that is missing, every contradiction between sections, and every size that the target lacks."""
-    yield from missing_files(recipe.data)
+    yield from excluded_fields(recipe)
+    yield from data_mistakes(recipe.data)
     yield from training_mistakes(recipe)
     yield from decoding_mistakes(recipe)
     try:
@@ -40,34 +50,56 @@ def recipe_mistakes(recipe: Recipe) -> Iterator[Mistake]:
         yield "target.path", str(error)
 
 
-def missing_files(data: DataSection) -> Iterator[Mistake]:
-    if data.prompts != SELF and not data.prompts.startswith(HUB_PREFIX) and not os.path.exists(data.prompts):
+def excluded_fields(recipe: Recipe) -> Iterator[Mistake]:
+    """Fields of EXCLUDED that are given together."""
+    for path, others in EXCLUDED.items():
+        default = recipe_fields()[path].default
+        for other in others if value_at(recipe, path) not in (None, False, default) else ():
+            name, equals, value = other.partition("=")
+            if value_at(recipe, name) == value if equals else value_at(recipe, name) is not None:
+                yield path, f"only {default} is allowed with {other.replace('=', ' ')}; remove one of them"
+
+
+def value_at(recipe: Recipe, path: str) -> Any:
+    """The value of section.key; None for a key that other kinds have."""
+    section, _, key = path.partition(".")
+    return getattr(getattr(recipe, section), key, None)
+
+
+def data_mistakes(data: DataSection) -> Iterator[Mistake]:
+    """Files of prompts that are missing, and fields that go with other prompts or responses."""
+    if data.prompts != SELF and not HUB_NAME.fullmatch(data.prompts) and not os.path.exists(data.prompts):
         allowed = f"an existing file or dataset folder, {HUB_PREFIX}org/name:split or {SELF} is allowed"
         yield "data.prompts", f"{allowed}; put the prompts there ({RELATIVE_PATHS})"
     if not data.holds_out_own_prompts and not data.heldout_prompts.is_file():
         allowed = f"an existing file, or {SELF} with data.prompts {SELF}, is allowed"
         yield "data.heldout_prompts", f"{allowed}; put the prompts there ({RELATIVE_PATHS})"
+    given = {
+        "data.heldout_prompts": data.holds_out_own_prompts,
+        "data.self_system_prompts": data.self_system_prompts,
+        "data.self_pictures": data.self_pictures,
+    }
+    for path, value in given.items() if data.prompts != SELF else ():
+        if value:
+            yield path, f"it is for data.prompts {SELF}; remove it, or choose data.prompts {SELF}"
+    if data.server is not None and data.states is None and data.responses == "given":
+        yield "data.server", "only null is allowed with data.responses given; remove one of them"
+    if data.online is not None and "auto" in data.online and len(data.online) > 1:
+        yield "data.online", "auto is allowed alone; remove it, or remove the other devices"
 
 
 def training_mistakes(recipe: Recipe) -> Iterator[Mistake]:
-    """Fields of training that the kind of head does not have, or that joint training cannot be combined with."""
-    head, train, joint = recipe.head, recipe.train, recipe.joint
-    for path, off in OFF.items():
-        section, field = (train if path.startswith("train") else joint), path.partition(".")[2]
-        if field in section.model_fields_set and getattr(section, field) and path not in head.own_fields:
+    """Given fields that the kind of head does not have, and levels that it does not draft."""
+    head, train = recipe.head, recipe.train
+    for path in sorted({path for other in head_kinds().values() for path in other.own_fields - head.own_fields}):
+        section, _, key = path.partition(".")
+        if key in getattr(recipe, section).model_fields_set and value_at(recipe, path):
             others = " or ".join(kind for kind, other in head_kinds().items() if path in other.own_fields)
-            yield path, f"{off} is allowed with head.kind {head.kind}; remove it, or choose head.kind {others}"
+            default = "only the default is allowed"
+            yield path, f"{default} with head.kind {head.kind}; remove it, or choose head.kind {others}"
     if head.levels is not None and "unroll" in train.model_fields_set and train.unroll != head.levels:
         why = f"the levels that head.{head.levels_field} gives"
         yield "train.unroll", f"{head.levels} is allowed, {why}; leave it out, or write train.unroll: {head.levels}"
-    alone = {
-        "head.draft_vocab_size": getattr(head, "draft_vocab_size", None),
-        "train.pack_tokens": train.pack_tokens,
-        "target.split": recipe.target.split,
-    }
-    for path, value in alone.items() if joint.mode is not None else ():
-        if value is not None:
-            yield path, f"only null is allowed with joint.mode; remove {path.partition('.')[2]}"
 
 
 def decoding_mistakes(recipe: Recipe) -> Iterator[Mistake]:
@@ -85,6 +117,8 @@ def decoding_mistakes(recipe: Recipe) -> Iterator[Mistake]:
         if row in recipe.report.baselines and not getattr(decode, field):
             why = f"because report.baselines has {row}"
             yield f"decode.{field}", f"{allowed} is allowed, {why}; add it, or remove {row} there"
+    if recipe.report.other_heads and not {*HEAD_ROWS} & {*recipe.report.baselines}:
+        yield "report.baselines", f"one of {', '.join(HEAD_ROWS)} is needed with report.other_heads; add it"
 
 
 def size_mistakes(config: Values, recipe: Recipe) -> Iterator[Mistake]:
@@ -108,10 +142,10 @@ def head_mistakes(recipe: Recipe, layers: float, tokens: float, heads: object) -
     if beyond := [tap for tap in getattr(head, "taps", None) or () if tap > layers]:
         allowed = f"hidden states 0 to {layers} of a target with {layers} layers are allowed"
         yield "head.taps", f"{allowed}; replace {', '.join(map(str, beyond))}"
-    own, groups = getattr(head, "num_heads", None), getattr(head, "num_kv_heads", None)
-    if isinstance(heads, int) and own is None and groups and heads % groups:
-        allowed = f"a divisor of the target's {heads} attention heads is allowed"
-        yield "head.num_kv_heads", f"{allowed}; change it, or set head.num_heads"
+    heads, groups = getattr(head, "num_heads", None) or heads, getattr(head, "num_kv_heads", None)
+    if isinstance(heads, int) and groups and heads % groups:
+        allowed = f"a divisor of the number of attention heads, {heads}, is allowed"
+        yield "head.num_kv_heads", f"{allowed}; change it, or head.num_heads"
     size = getattr(head, "draft_vocab_size", None)
     if size and size > tokens:
         yield "head.draft_vocab_size", f"1 to the target's {tokens} tokens are allowed; lower it, or null for all"

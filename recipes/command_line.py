@@ -159,9 +159,10 @@ def carry_out(run: Callable[..., object], given: object, interrupted: str) -> No
     with errors_as_messages(interrupted, recipe):
         if recipe is not None:
             keep_freed_memory()
-            for field, folder in {"run_dir": recipe.run_dir, **recipe.data.folders}.items():
+            folders = {"run_dir": recipe.run_dir, "data.folder": recipe.data.folder, "data.store": recipe.data.store}
+            for field, folder in folders.items():
                 with named_errors(field):
-                    pull(folder)
+                    pull(folder or recipe.run_dir)
         run(*arguments)
 
 

@@ -48,9 +48,10 @@ def section_keys(name: str, kind: str | None = None) -> list[str]:
 @cache
 def recipe_fields() -> dict[str, FieldInWords]:
     """Every field by its path, section.key or key at the top of a recipe, in schema order."""
-    found = {}
-    for section, kinds in {"": {"": Recipe}, **recipe_sections()}.items():
-        schemas = {kind: model.model_json_schema()["properties"] for kind, model in kinds.items()}
+    found: dict[str, FieldInWords] = {}
+    everything: dict[str, dict[str, type[Section]]] = {"": {"": Recipe}, **recipe_sections()}
+    for section, kinds in everything.items():
+        schemas: dict[str, Any] = {kind: model.model_json_schema()["properties"] for kind, model in kinds.items()}
         for key in section_keys(section):
             path = f"{section}.{key}".lstrip(".")
             holders = [kind for kind in schemas if key in schemas[kind]]

@@ -20,19 +20,14 @@ ENGINE_NAMES = {
     "speculators": "speculators",
     "llama_cpp": "llama.cpp",
 }
+TARGET = "folder or hub name of the model that the head drafts for"
 OWN_FORMAT = ("llama_cpp",)  # reads only files exported in a format of its own
-
-
-def command_parser(doc: str | None) -> argparse.ArgumentParser:
-    """A parser with the option that both commands have; `doc` opens --help."""
-    parser = own_parser(doc)
-    parser.add_argument("--target", required=True, help="folder or hub name of the model that the head drafts for")
-    return parser
 
 
 def lint_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The head to check, and for which engines; `doc` opens --help."""
-    parser = command_parser(doc)
+    parser = own_parser(doc)
+    parser.add_argument("--target", required=True, help=TARGET)
     parser.add_argument("export", type=Path, help="folder with the head's config.json and weights")
     parser.add_argument(
         "--engine",
@@ -45,7 +40,8 @@ def lint_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse
 
 def convert_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The head to convert, and where to; `doc` opens --help."""
-    parser = command_parser(doc)
+    parser = own_parser(doc)
+    parser.add_argument("--target", required=True, help=TARGET)
     parser.add_argument("path", type=Path, help="folder with the published head's config.json and weights")
     parser.add_argument("out", type=Path, help="folder to write the converted head to; it must not exist yet")
     return parser.parse_args(argv)
@@ -67,7 +63,7 @@ def doctor_options(doc: str | None, argv: Sequence[str] | None = None) -> argpar
     """Read the doctor's command line; `doc` opens --help."""
     parser = own_parser(doc)
     parser.add_argument("head", type=Path, nargs="?", help="folder of the trained head")
-    parser.add_argument("target", nargs="?", help="folder or hub name of the model that the head drafts for")
+    parser.add_argument("target", nargs="?", help=TARGET)
     parser.add_argument("export", type=Path, nargs="?", help="folder of the exported head that an engine serves")
     parser.add_argument("--adapter", type=Path, help="folder of a PEFT LoRA adapter to merge into TARGET")
     rows = "JSONL file of held-out prompts: tokens, or a prompt, which is a user turn if there is a chat template"

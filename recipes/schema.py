@@ -6,8 +6,6 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BeforeValidator,
     Field,
-    ValidationInfo,
-    field_validator,
     model_validator,
 )
 
@@ -30,20 +28,12 @@ from headstart.recipes.values import (
     Servers,
     SystemPrompts,
     Temperatures,
-    matching,
     with_day_as_text,
 )
 
 RANKED_GROWTHS = ("dynamic", "cost_aware")  # they expand a node by its decode.width likeliest children
 SELF = "self"  # the data.prompts and data.heldout_prompts value for prompts that the target writes itself
 HUB_PREFIX = "hf:"  # data.prompts starts with it to name a Hugging Face hub dataset
-Prompts = Annotated[
-    HomeText,
-    matching(
-        rf"(?s:(?!{HUB_PREFIX}).*)|{HUB_PREFIX}[\w.-]+(/[\w.-]+)?(:\w+)?",
-        f"{HUB_PREFIX}org/name:split is allowed for a dataset of the hub; correct the name",
-    ),
-]
 
 
 class TargetSection(Section):
@@ -86,7 +76,7 @@ class TargetSection(Section):
 class DataSection(Section):
     """The prompts that the target answers, and how its answers become training features."""
 
-    prompts: Prompts = Field(
+    prompts: HomeText = Field(
         description="Prompts or conversations to train on: a .jsonl, .parquet or .txt file, a folder written by the "
         f"datasets library, {HUB_PREFIX}org/name:split, or {SELF}: the target, a chat model, writes them itself "
         "(Magpie)."
@@ -167,31 +157,6 @@ class DataSection(Section):
         default=None, description="Folder of a head that speeds up writing the responses; null is none."
     )
 
-    @model_validator(mode="after")
-    def fields_agree(self) -> "DataSection":
-        if self.responses == "given" and self.prompts == SELF:
-            raise ValueError(f"responses given needs conversations in prompts; {SELF} has none, so name a file")
-        if self.holds_out_own_prompts and self.prompts != SELF:
-            raise ValueError(f"heldout_prompts {SELF} needs prompts {SELF}; choose that, or name a file of prompts")
-        for name in ("self_system_prompts", "self_pictures"):
-            if getattr(self, name) is not None and self.prompts != SELF:
-                raise ValueError(f"{name} is for prompts {SELF}; remove it, or choose prompts {SELF}")
-        if self.self_pictures is not None and (self.server is not None or self.states is not None):
-            raise ValueError("self_pictures needs this process to answer; remove it, or remove server and states")
-        writers = ["states"] * (self.states is not None and self.responses == "target")
-        writers += ["server"] * (self.server is not None and self.states is None)
-        writers += ["draft_head"] * (self.draft_head is not None)
-        writers += ["responses given"] * (self.responses == "given")
-        if len(writers) > 1:
-            raise ValueError(f"one of states or server, draft_head and responses given is allowed; remove {writers[0]}")
-        if self.online is not None and self.store is not None:
-            raise ValueError("online allows no store, as it computes the features; remove store, or remove online")
-        if self.states is not None and (self.online is not None or self.store is not None):
-            raise ValueError("states is for features that are harvested; remove states, or remove online and store")
-        if self.online is not None and "auto" in self.online and len(self.online) > 1:
-            raise ValueError("online: auto is allowed alone; remove it, or remove the other devices")
-        return self
-
     @property
     def longest_sample(self) -> int:
         """The most tokens of a sample."""
@@ -201,12 +166,6 @@ class DataSection(Section):
     def server_writes(self) -> bool:
         """Whether the servers of data.server write the responses."""
         return self.responses == "target" and (self.server is not None or self.states is not None)
-
-    @property
-    def folders(self) -> dict[str, Path]:
-        """The folders that are given, by field."""
-        given = {"data.folder": self.folder, "data.store": self.store}
-        return {field: folder for field, folder in given.items() if folder is not None}
 
     @property
     def holds_out_own_prompts(self) -> bool:
@@ -295,13 +254,6 @@ class ReportSection(Section):
         "with decode.repeats; untrained: a random head, or the checkpoint's own MTP layer; "
         "others: the drafter of that name.",
     )
-
-    @field_validator("baselines")
-    @classmethod
-    def other_heads_have_rows(cls, baselines: tuple[str, ...], section: ValidationInfo) -> tuple[str, ...]:
-        if section.data.get("other_heads") and {"chain", "tree", "cost_aware", "repeats"}.isdisjoint(baselines):
-            raise ValueError("with report.other_heads, chain, tree, cost_aware or repeats is needed; add one")
-        return baselines
 
 
 class ExportSection(Section):

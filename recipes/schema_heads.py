@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field
 
 from headstart.recipes.values import Section
 
@@ -35,7 +35,7 @@ class HeadSection(Section):
     @property
     def levels(self) -> int | None:
         """The number of levels that the head drafts; None is any number, of which training scores train.unroll."""
-        return None
+        return None if self.levels_field is None else int(getattr(self, self.levels_field))
 
     @property
     def loss(self) -> Loss:
@@ -58,14 +58,6 @@ class LayerSection(HeadSection):
     num_kv_heads: int | None = Field(
         default=None, gt=0, description="Key and value heads, a divisor of num_heads; null is the target's."
     )
-
-    @field_validator("num_kv_heads")
-    @classmethod
-    def kv_heads_divide_heads(cls, num_kv_heads: int | None, section: ValidationInfo) -> int | None:
-        num_heads = section.data.get("num_heads")
-        if num_heads is not None and num_kv_heads is not None and num_heads % num_kv_heads:
-            raise ValueError(f"a divisor of num_heads, {num_heads}, is allowed; change one of them")
-        return num_kv_heads
 
 
 class Eagle1Section(LayerSection):
@@ -133,10 +125,6 @@ class PEagleSection(TappedSection):
     )
 
     @property
-    def levels(self) -> int:
-        return self.depths
-
-    @property
     def unroll_decay(self) -> float:
         """The paper takes the mean over all entries, whose number falls by this factor from depth to depth."""
         return 0.7
@@ -156,11 +144,6 @@ class MedusaSection(HeadSection):
         default=None, gt=0, description="Rank of each head's addition to the target's lm_head; null: each has its own."
     )
     draft_vocab_size: DraftVocabSize = None
-
-    @property
-    def levels(self) -> int:
-        """Each Medusa head drafts one level."""
-        return self.medusa_heads
 
 
 class BlockSection(LayerSection):

@@ -3,7 +3,7 @@
 import math
 from typing import Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 
 from headstart.recipes.values import HomePath, Objective, Section
 
@@ -91,13 +91,6 @@ class TrainSection(Section):
         description="Print the run's sizes, memory, disk space and steps, then exit without running it; with "
         "--device-memory 8x80GB, for those devices.",
     )
-
-    @field_validator("fitted_start")
-    @classmethod
-    def one_start(cls, fitted: bool, section: ValidationInfo) -> bool:
-        if fitted and section.data.get("start_from") is not None:
-            raise ValueError("only false is allowed with train.start_from; remove one of them")
-        return fitted
 
     def samples_at_once(self, ranks: int) -> int:
         """The samples of a micro-batch on each rank, at most."""

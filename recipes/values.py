@@ -29,11 +29,6 @@ def usable_path(path: object) -> object:
     return os.path.expanduser(text)
 
 
-def mirrored(path: object) -> object:
-    """The local mirror of a URL; anything else as it is."""
-    return mirror_of(path) if isinstance(path, str) and is_url(path) else path
-
-
 def refuse_file(folder: Path) -> Path:
     """Raise ValueError for a folder that is a file, or lies below one."""
     if taken := [each for each in (folder.absolute(), *folder.absolute().parents) if os.path.isfile(each)]:
@@ -74,7 +69,10 @@ NO_REPEATS = AfterValidator(refuse_repeats)
 HomeText = Annotated[str, BeforeValidator(usable_path)]
 HomePath = Annotated[Path, Field(strict=False), BeforeValidator(usable_path)]
 PathOrUrl = Annotated[
-    HomePath, BeforeValidator(mirrored), AfterValidator(refuse_file), PlainSerializer(shown, when_used="json")
+    HomePath,
+    BeforeValidator(lambda path: mirror_of(path) if isinstance(path, str) and is_url(path) else path),
+    AfterValidator(refuse_file),
+    PlainSerializer(shown, when_used="json"),
 ]
 Folders = Annotated[dict[Annotated[str, Field(min_length=1)], HomePath], Field(strict=False)]
 Temperature = Annotated[float, Field(ge=0, le=TEMPERATURE_MAX)]

@@ -10,10 +10,13 @@ from headstart.recipes.command_line import DeviceMemory
 from headstart.recipes.schema import Recipe
 
 
-def run(recipe: Recipe, given: DeviceMemory | None = None) -> None:
-    """Train the recipe's head as the script for its kind does; a dry run may plan for `given` devices."""
+def train(recipe: Recipe, given: DeviceMemory | None = None) -> None:
+    """Train the recipe's head, after the earlier stages that are missing, as `headstart train RECIPE` does.
+
+    A dry run may plan for `given` devices.
+    """
     ranks = f"accelerate launch --config_file recipes/launch/ddp.yaml --num_processes N {recipe.head.script}"
     print(f"training in one process; to use several GPUs: {ranks} RECIPE", flush=True)
-    from headstart.trainers.eagle import train  # here, as it loads torch
+    from headstart.trainers import eagle  # here, as it loads torch when it trains
 
-    train(recipe, given, recipe.head.script)
+    eagle.train(recipe, given, recipe.head.script)

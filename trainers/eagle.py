@@ -37,9 +37,5 @@ def train(recipe: Recipe, given: DeviceMemory | None = None, script: str = "trai
         run.export(head)
 
 
-def main() -> None:
-    run_command(__doc__, train, CONTINUES, recipe_and_devices)
-
-
 if __name__ == "__main__":
-    main()
+    run_command(__doc__, train, CONTINUES, recipe_and_devices)

@@ -12,10 +12,5 @@ from headstart.recipes import run_command
 from headstart.recipes.command_line import recipe_and_devices
 from headstart.trainers.eagle import train
 
-
-def main() -> None:
-    run_command(__doc__, partial(train, script="trainers/medusa.py"), CONTINUES, recipe_and_devices)
-
-
 if __name__ == "__main__":
-    main()
+    run_command(__doc__, partial(train, script="trainers/medusa.py"), CONTINUES, recipe_and_devices)

@@ -38,7 +38,7 @@ from headstart.data_pipelines.prompts.responses import responses_path
 from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts
 from headstart.data_pipelines.stages.stage import checksum
 from headstart.recipes import Recipe
-from headstart.trainers import run as train
+from headstart.trainers import train
 from headstart.trainers.loop import SampleOrder
 
 

@@ -36,7 +36,7 @@ from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
 from headstart.recipes.schema import ExportSection
 from headstart.recipes.schema_heads import Eagle3Section
-from headstart.trainers import run
+from headstart.trainers import train as run
 
 MakeHead = Callable[..., Any]
 NOT_EAGLE3 = {"speculators": "EAGLE-3 of the target's width"}

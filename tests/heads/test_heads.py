@@ -24,7 +24,7 @@ from headstart.heads.unroll_attention import UnrollCache
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import Slots
 from headstart.recipes.schema_heads import Eagle1Section, Eagle3Section
-from headstart.trainers import run
+from headstart.trainers import train as run
 
 BATCH, SEQ = 2, 11
 SHAPES: list[dict[str, Any]] = [

@@ -177,7 +177,7 @@ def test_what_a_text_names_exists(named: str) -> None:
 
 
 def test_no_message_tells_a_user_to_run_a_module_that_headstart_runs_from_any_folder() -> None:
-    modules = {command.module.removeprefix("headstart.") for command in COMMANDS.values() if command.module}
+    modules = {command.runs.partition(":")[0].removeprefix("headstart.") for command in COMMANDS.values()}
     law = Law(r"(?:python -m|\brun|\bwith) ([\w.]+\w)", lambda match: match[1] not in modules, "")
     messages = tuple(passage for passage in passages() if passage.file.endswith(".py") and passage.line > 1)
     assert not law.violations(messages)

@@ -80,19 +80,17 @@ def test_the_operation_that_differs_is_named_with_its_layer_and_the_number_of_to
     assert "ByCount" not in {difference.operation for difference in found["chain of 2"].differences}
 
 
-def test_the_command_prints_each_pass_and_the_operations_that_differ(monkeypatch, capsys, differing) -> None:
+def test_the_command_prints_each_pass_and_the_operations_that_differ(monkeypatch, typed, differing) -> None:
     target = target_of(make_family("llama"), torch.float32)
     monkeypatch.setattr(command.TargetModel, "load", lambda section, taps: target)
     monkeypatch.setattr(command, "PROMPT_TOKENS", 9)
     named = "ByCount (model.layers.1.mlp.act_fn): in passes over "
     for compute, code, said in ((lambda text: differing, 1, named), (lambda text: [], 0, "same bits")):
         monkeypatch.setattr(command, "compare", compute)
-        with pytest.raises(SystemExit) as end:
-            command.main(["--bits", "any/target", "--dtype", "float32"])
-        printed = capsys.readouterr().out
-        assert end.value.code == code
-        assert said in printed
-        assert ("chain of 5" in printed) == bool(code)
+        ended = typed("doctor", "--bits", "any/target", "--dtype", "float32")
+        assert ended.code == code
+        assert said in ended.out
+        assert ("chain of 5" in ended.out) == bool(code)
 
 
 @pytest.mark.parametrize("dtype", slow_unless(["bfloat16"], ["float32", "bfloat16"]))

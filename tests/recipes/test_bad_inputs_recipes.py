@@ -32,12 +32,12 @@ head.num_kv_heads=4 | head.num_heads=6
 decode.width=301 | head.draft_vocab_size=null
 decode <- decode.growth=cost_aware | decode.drafter=prompt_lookup
 decode <- decode.repeats=4 | decode.drafter=prompt_lookup
-data <- data.states=vllm | data.store=x
-data <- data.online=[auto, cpu]
-data <- data.heldout_prompts=self
-data <- data.self_system_prompts=[maths]
-data <- data.self_pictures=shown
-data <- data.self_pictures=shown | data.prompts=self | data.server=http://x
+data.states=vllm | data.store=x
+data.online=[auto, cpu]
+data.heldout_prompts=self
+data.self_system_prompts=[maths]
+data.self_pictures=shown
+data.self_pictures=shown | data.prompts=self | data.server=http://x
 data.self_system_prompts=[''] | data.prompts=self
 train.unroll <- head={kind: block, block_size: 3, markov_rank: 0}
 decode.depth=4 | head={kind: block, block_size: 3}
@@ -70,9 +70,9 @@ head.draft_vocab_size=301
 data.response_tokens=200
 decode.max_new_tokens=128
 decode <- decode.drafter=draft_model
-data <- data.server=http://x | data.draft_head=head
-data <- data.online=[auto] | data.store=x
-data <- data.responses=given | data.prompts=self
+data.draft_head=head | data.server=http://x
+data.online=[auto] | data.store=x
+data.responses=given | data.prompts=self
 target.split=tensor | data.online=[auto]
 target.device=gpu
 data.prompts=gone.jsonl
@@ -97,7 +97,7 @@ FILES: dict[bytes, str] = {
     b"train:\n\tsteps: 3\n": "not YAML | line 2",
     b"run_dir: a\n---\nrun_dir: b\n": "not YAML | line 2 | another document",
     b"run_dir: !!python/object/apply:os.getcwd []\n": "not YAML | line 1",
-    b"run_dir: &a [*a]\n": "run_dir: [[[[[...]]]]] given | a path is allowed | change it",
+    b"run_dir: &a [*a]\n": "run_dir: [[[[[[[...]]]]]]] given | a path is allowed | change it",
     b"train: &t\n  steps: *t\n": "train.steps: | given | a whole number > 0 | change it",
     b"run_dir: " + b"[" * 500: "not YAML | recursion",
     b"seed: " + b"9" * 5000: "not YAML | 4300 digits",

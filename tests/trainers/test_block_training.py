@@ -18,7 +18,7 @@ from headstart.heads.kinds.checkpoint import load_head_for
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
 from headstart.recipes.schema_train import TrainSection
-from headstart.trainers import run
+from headstart.trainers import train as run
 from headstart.trainers.evaluation import metrics_by_depth
 from headstart.trainers.objectives.block import TrainedBlocks, draw_blocks
 from headstart.trainers.objectives.objective import Objective

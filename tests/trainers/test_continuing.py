@@ -9,7 +9,7 @@ from bad_inputs import assert_message, assert_raises
 from safetensors.torch import load_file
 from tiny_run import contents, copy_run, tiny_recipe, write_prompts
 
-from headstart.trainers import run
+from headstart.trainers import train as run
 
 
 def test_more_steps_continue_a_finished_run(make_recipe, monkeypatch, capsys):

@@ -11,7 +11,7 @@ from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.heads.formats.config_rules import REFUSED
 from headstart.heads.target_config import TargetConfig
 from headstart.recipes import Recipe
-from headstart.trainers import run
+from headstart.trainers import train as run
 from headstart.trainers.plan import DataSizes, refuse_sizes
 
 

@@ -22,7 +22,8 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import load_head_for, save_head
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.recipes import Recipe
-from headstart.trainers import loop, run
+from headstart.trainers import loop
+from headstart.trainers import train as run
 from headstart.trainers.loop import SampleOrder
 from headstart.trainers.tracking import Tracker
 

@@ -31,7 +31,7 @@ from headstart.inference.report.command import report
 from headstart.inference.targets.loading import model_without_weights
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.trainers import run
+from headstart.trainers import train as run
 from headstart.trainers.memory import target_needs, tuned_parameters
 from headstart.trainers.objectives.medusa2 import JointHead, TrainableTarget
 from headstart.trainers.objectives.objective import Objective

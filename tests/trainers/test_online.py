@@ -17,7 +17,8 @@ from headstart.heads.base import DraftHead
 from headstart.inference.images.kept import KeptPictures
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.trainers import run, stages
+from headstart.trainers import stages
+from headstart.trainers import train as run
 from headstart.trainers.step import TrainingInputs
 
 pytestmark = pytest.mark.usefixtures("log_every_step")

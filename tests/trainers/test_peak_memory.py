@@ -21,7 +21,7 @@ import psutil
 from headstart.data_pipelines.harvest import open_harvest
 from headstart.heads.target_config import TargetConfig
 from headstart.recipes import load_recipe
-from headstart.trainers import run
+from headstart.trainers import train as run
 from headstart.trainers.memory import memory_needs, target_bytes, total
 from headstart.trainers.new_head import head_without_weights
 from headstart.trainers.stages import TrainingRun

