@@ -16,7 +16,6 @@ from headstart.recipes.schema import HUB_PREFIX, RANKED_GROWTHS, SELF, DataSecti
 from headstart.recipes.target_sizes import HEADS, LAYERS, POSITIONS, VOCABULARY, first, text_section
 
 Mistake = tuple[str, str]
-Values = dict[str, Any]
 EXCLUDED = {  # a field -> fields, or values of them, with which it must have its default
     "data.responses": ("data.prompts=self",),  # which has no conversations
     "data.self_pictures": ("data.server", "data.states"),  # the target that sees them is that of this process
@@ -74,14 +73,10 @@ def data_mistakes(data: DataSection) -> Iterator[Mistake]:
     if not data.holds_out_own_prompts and not data.heldout_prompts.is_file():
         allowed = f"an existing file, or {SELF} with data.prompts {SELF}, is allowed"
         yield "data.heldout_prompts", f"{allowed}; put the prompts there ({RELATIVE_PATHS})"
-    given = {
-        "data.heldout_prompts": data.holds_out_own_prompts,
-        "data.self_system_prompts": data.self_system_prompts,
-        "data.self_pictures": data.self_pictures,
-    }
-    for path, value in given.items() if data.prompts != SELF else ():
-        if value:
-            yield path, f"it is for data.prompts {SELF}; remove it, or choose data.prompts {SELF}"
+    own = ["heldout_prompts"] * data.holds_out_own_prompts
+    own += [key for key in ("self_system_prompts", "self_pictures") if getattr(data, key)]
+    for key in own if data.prompts != SELF else ():
+        yield f"data.{key}", f"it is for data.prompts {SELF}; remove it, or choose data.prompts {SELF}"
     if data.server is not None and data.states is None and data.responses == "given":
         yield "data.server", "only null is allowed with data.responses given; remove one of them"
     if data.online is not None and "auto" in data.online and len(data.online) > 1:
@@ -121,7 +116,7 @@ def decoding_mistakes(recipe: Recipe) -> Iterator[Mistake]:
         yield "report.baselines", f"one of {', '.join(HEAD_ROWS)} is needed with report.other_heads; add it"
 
 
-def size_mistakes(config: Values, recipe: Recipe) -> Iterator[Mistake]:
+def size_mistakes(config: dict[str, Any], recipe: Recipe) -> Iterator[Mistake]:
     """Yield every size that does not fit a target with this config.json; one that it does not give allows any."""
     names, data, decode = (LAYERS, VOCABULARY, POSITIONS), recipe.data, recipe.decode
     numbers = [first(text_section(config), *each) for each in names]
@@ -159,7 +154,7 @@ def head_mistakes(recipe: Recipe, layers: float, tokens: float, heads: object) -
         yield "decode.width", f"1 to {drafted} is allowed, as many as {whose}; lower it"
 
 
-def local_config(target: str) -> Values:
+def local_config(target: str) -> dict[str, Any]:
     """The config.json of a target on this disk, {} of another; ValueError says what is allowed if there is no model."""
     folder = Path(target)
     if target.endswith(".gguf") and not folder.is_file():
@@ -169,14 +164,14 @@ def local_config(target: str) -> Values:
     if not target.startswith((".", "/")) and not Path(folder.parts[0]).is_dir():
         return {}  # a name on the hub
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it is not a JSON object")
     except OSError:
         allowed = "a folder with a model's config.json or GGUF file, or a hub name, is allowed"
         raise ValueError(f"{allowed}; put the model there ({RELATIVE_PATHS})") from None
     except ValueError as error:
         raise ValueError(f"a folder with a readable config.json is allowed; fix the file ({error})") from None
-    if not isinstance(config, dict):
-        raise ValueError("a folder whose config.json is a JSON object is allowed; give the folder of a model")
     return config
 
 

@@ -161,8 +161,9 @@ def carry_out(run: Callable[..., object], given: object, interrupted: str) -> No
             keep_freed_memory()
             folders = {"run_dir": recipe.run_dir, "data.folder": recipe.data.folder, "data.store": recipe.data.store}
             for field, folder in folders.items():
-                with named_errors(field):
-                    pull(folder or recipe.run_dir)
+                if folder is not None:
+                    with named_errors(field):
+                        pull(folder)
         run(*arguments)
 
 

@@ -1,4 +1,4 @@
-"""Load a recipe: a YAML file plus `section.key=value` overrides, with all mistakes reported at once."""
+"""Load a recipe, YAML plus overrides; one report has all mistakes of fields, or else all that lie between fields."""
 
 import difflib
 import re
@@ -24,7 +24,7 @@ SHORT.maxstring = SHORT.maxlong = SHORT.maxother = 2 * SHOWN
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot be used; the message lists every mistake, one per line."""
+    """A recipe that cannot be used; the message lists the mistakes, one per line."""
 
 
 class RecipeLoader(yaml.SafeLoader):
@@ -79,7 +79,7 @@ class RawRecipe:
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Load a YAML recipe and apply the overrides; raises RecipeError listing every mistake."""
+    """Load a YAML recipe and apply the overrides; raises RecipeError listing the mistakes."""
     raw = RawRecipe()
     read_file(raw, Path(path))
     for override in overrides:
@@ -92,7 +92,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         for details in error.errors():
             add_schema_mistake(raw, details)
     if raw.mistakes:
-        count = "1 mistake" if len(raw.mistakes) == 1 else f"{len(raw.mistakes)} mistakes"
+        count = f"{len(raw.mistakes)} mistake{'s' * (len(raw.mistakes) > 1)}"
         raise RecipeError("\n  ".join([f"{path}: {count}", *raw.mistakes.values()]))
     return recipe
 

@@ -15,7 +15,7 @@ LONGEST_NAME = 255  # bytes of a file's name, on every common file system
 
 
 def usable_path(path: object) -> object:
-    """A path with its ~ replaced; raises ValueError for text that can name no file. Path takes "" for "."."""
+    """A path with its ~ replaced; raises ValueError for text that can name no file: "" would be the current one."""
     if not isinstance(path, str | Path):
         return path
     text = str(path)

@@ -109,7 +109,7 @@ FILES: dict[bytes, str] = {
 }
 CONFIGS = {
     b"llama": "a readable config.json is allowed; fix the file",
-    b"[]": "a JSON object is allowed; give the folder",
+    b"[]": "a readable config.json is allowed; fix the file (it is not a JSON object)",
     b'{"a": "\xe9"}': "a readable config.json is allowed; fix the file",
 }
 
