@@ -69,7 +69,7 @@ def data_mistakes(data: DataSection) -> Iterator[Mistake]:
     """Files of prompts that are missing, and fields that go with other prompts or responses."""
     if data.prompts != SELF and not HUB_NAME.fullmatch(data.prompts) and not os.path.exists(data.prompts):
         allowed = f"an existing file or dataset folder, {HUB_PREFIX}org/name:split or {SELF} is allowed"
-        yield "data.prompts", f"{allowed}; put the prompts there ({RELATIVE_PATHS})"
+        yield "data.prompts", f"{allowed}; correct the name, or put the prompts there ({RELATIVE_PATHS})"
     if not data.holds_out_own_prompts and not data.heldout_prompts.is_file():
         allowed = f"an existing file, or {SELF} with data.prompts {SELF}, is allowed"
         yield "data.heldout_prompts", f"{allowed}; put the prompts there ({RELATIVE_PATHS})"
@@ -118,10 +118,10 @@ def decoding_mistakes(recipe: Recipe) -> Iterator[Mistake]:
 
 def size_mistakes(config: dict[str, Any], recipe: Recipe) -> Iterator[Mistake]:
     """Yield every size that does not fit a target with this config.json; one that it does not give allows any."""
-    names, data, decode = (LAYERS, VOCABULARY, POSITIONS), recipe.data, recipe.decode
-    numbers = [first(text_section(config), *each) for each in names]
+    sizes, data, decode = text_section(config), recipe.data, recipe.decode
+    numbers = (first(sizes, *names) for names in (LAYERS, VOCABULARY, POSITIONS))
     layers, tokens, positions = (number if isinstance(number, int) else inf for number in numbers)
-    yield from head_mistakes(recipe, layers, tokens, first(text_section(config), *HEADS))
+    yield from head_mistakes(recipe, layers, tokens, first(sizes, *HEADS))
     if data.longest_sample > positions:
         allowed = f"at most {max(positions - data.prompt_tokens, 0)} is allowed, with data.prompt_tokens"
         why = f"{data.prompt_tokens} in the target's {positions} positions"
