@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from itertools import combinations, product
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
 from rich.filesize import decimal
 from torch import nn
 
+from headstart.common.errors import wrong_value
 from headstart.common.files import read_json
 from headstart.data_pipelines.features.sample_stores import IN_THIS_PROCESS, ON_DEVICE, STEPS
 from headstart.data_pipelines.features.shard_files import bytes_per_token
@@ -29,8 +31,8 @@ from headstart.trainers.objectives.unrolled import positions_at_once
 
 FLOAT32 = 4  # bytes
 TRAINED = 16  # bytes of memory per trained parameter: weight, gradient and AdamW's two moments in float32
-GRADIENTS_AND_WEIGHTS = 2  # copies of a head in float32 that every optimizer needs at the least
-CHEAPER = ("precision", "accumulate", "activation_checkpointing", "eval_prompts")  # fields of train that save memory
+PLANNED = ("accumulate", "activation_checkpointing")  # fields of train that the plan chooses where they are left out
+CHEAPER = (*PLANNED, "precision", "eval_prompts")  # fields of train that save memory
 LOGITS_KEPT = 4  # copies of a chunk's logits: the target's, the head's, their loss and its gradient
 
 
@@ -56,10 +58,6 @@ class Machine:
         alone = recipe.target.split == "layers" or recipe.joint.mode is not None
         return cls(1 if alone else given.count, torch.device("cuda"), given.size, given.count, is_here=False)
 
-    def devices_of_target(self, split: str | None) -> int:
-        """How many devices hold a target together."""
-        return {"layers": self.devices, "tensor": self.ranks}.get(split or "", 1)
-
 
 @dataclass(frozen=True)
 class Need:
@@ -71,92 +69,203 @@ class Need:
     passes: bool = False  # whether it is free again when another such need arises
 
 
-def total(needs: list[Need]) -> int:
-    """The most that is needed at a time."""
-    return sum(need.size for need in needs if not need.passes) + max(need.size for need in needs if need.passes)
-
-
-def memory_needs(recipe: Recipe, head: DraftHead, machine: Machine, weights: int) -> list[Need]:
-    """The memory of training on the device of the main rank, which needs the most; `weights` are the target's bytes.
+@dataclass(frozen=True)
+class RunMemory:
+    """The memory of training on the device of the main rank, which needs the most.
 
     Samples may be as long as the recipe allows: most batches of texts hold one, to which the others are padded.
     """
-    samples, longest = recipe.train.samples_at_once(machine.ranks), recipe.data.longest_sample
-    needs = head_needs(recipe, head, samples, longest, machine)
-    if recipe.joint.mode is not None:
-        model = model_without_weights(trainable_section(recipe, machine.device))
-        needs += target_needs(recipe, model, tuned_parameters(recipe, model), samples * longest)
-    return needs + list(decoding_needs(recipe, head, machine, weights))
 
+    recipe: Recipe
+    head: DraftHead  # without weights
+    machine: Machine
+    weights: int  # bytes of the target
 
-def fitted(recipe: Recipe, target: TargetConfig, machine: Machine) -> Recipe:
-    """The recipe with the train.accumulate and activation_checkpointing of the plan, where it leaves them open.
+    @classmethod
+    def of(cls, recipe: Recipe, target: TargetConfig, machine: Machine) -> "RunMemory":
+        """Raises ValueError if the head cannot be built, or is too large by itself."""
+        try:
+            head = head_without_weights(recipe, target)
+        except (RuntimeError, TypeError) as error:  # sizes that overflow, or that a layer refuses
+            remedy, given = f"leave them out for the target's own ({error})", recipe.head.model_dump(exclude_none=True)
+            raise wrong_value("head", given, "sizes that fit the target are", remedy) from error
+        weights = FLOAT32 * num_parameters(head)
+        if weights > machine.memory * machine.slices:
+            remedy = "lower head.intermediate_size, num_heads, hidden_size or draft_vocab_size"
+            allowed = f"up to the {decimal(machine.memory)} free on {machine.device} is"
+            raise wrong_value("head", f"{decimal(weights)} of weights", allowed, remedy)
+        return cls(recipe, head, machine, target_bytes(recipe))
 
-    On a GPU the first choice that fits counts: few micro-batches, before anything is computed twice. Where none fits,
-    and on a CPU, there is one micro-batch.
-    """
-    if machine.device.type == "cpu" or not left_open(recipe):
-        return recipe
-    head, weights = head_without_weights(recipe, target), target_bytes(recipe)
-    settings = fitting_settings(recipe, head, machine, weights, left_open(recipe)) or {}
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update=settings)})
+    @cached_property
+    def needs(self) -> list[Need]:
+        return [*self._head(), *self._decoding(), *(() if self.recipe.joint.mode is None else self._tuned_target())]
 
+    @property
+    def total(self) -> int:
+        """The most that is needed at a time."""
+        passing = max(need.size for need in self.needs if need.passes)
+        return passing + sum(need.size for need in self.needs if not need.passes)
 
-def left_open(recipe: Recipe) -> list[str]:
-    """The fields of `train` that the plan chooses."""
-    return [name for name in ("accumulate", "activation_checkpointing") if getattr(recipe.train, name) is None]
+    @property
+    def trained(self) -> int:
+        """The number of parameters that learn."""
+        return num_parameters(self.head) + (0 if self.recipe.joint.mode is None else self.tuned)
 
+    @cached_property
+    def model(self) -> Any:
+        """The target that is trained with its heads, without weights."""
+        return model_without_weights(trainable_section(self.recipe, self.machine.device))
 
-def fitting_settings(
-    recipe: Recipe, head: DraftHead, machine: Machine, weights: int, names: Collection[str]
-) -> dict[str, Any] | None:
-    """The fewest changes of these fields of `train` with which the run fits the machine; None if there are none."""
-    for settings in cheaper_settings(recipe, machine.ranks, names):
-        changed = recipe.model_copy(update={"train": recipe.train.model_copy(update=settings)})
-        if total(memory_needs(changed, head, machine, weights)) <= machine.memory:
-            return settings
-    return None
+    @property
+    def tuned(self) -> int:
+        """The number of the target's parameters that joint.mode trains: its layers', or the adapters' own."""
+        layers, joint = decoder_layers(self.model), self.recipe.joint
+        return num_parameters(layers) if joint.mode == "full" else joint.lora_rank * linear_widths(layers)
 
+    @property
+    def samples(self) -> int:
+        """The samples of a micro-batch."""
+        return self.recipe.train.samples_at_once(self.machine.ranks)
 
-def refuse_more_than_memory(recipe: Recipe, target: TargetConfig, machine: Machine) -> None:
-    """Raise ValueError, naming the settings that fit, if the harvest or training needs more memory than a GPU has.
+    @property
+    def is_online(self) -> bool:
+        return self.recipe.data.online == IN_THIS_PROCESS
 
-    On a CPU, which can swap, the estimate is only printed.
-    """
-    if machine.device.type == "cpu":
-        return
-    weights = target_bytes(recipe)
-    refuse_large_harvest(recipe, target, machine, weights)
-    head, section, allowed = head_without_weights(recipe, target), recipe.train, decimal(machine.memory)
-    if fitting_settings(recipe, head, machine, weights, left_open(recipe)) is not None:
-        return
-    needed = total(memory_needs(recipe, head, machine, weights))
-    settings = fitting_settings(recipe, head, machine, weights, CHEAPER)
-    advice = "no train.accumulate or activation_checkpointing makes it fit: take larger devices or a smaller head"
-    if settings is not None:
-        advice = "write " + " ".join(f"train.{name}={str(value).lower()}" for name, value in settings.items())
-    again = str(bool(section.activation_checkpointing)).lower()
-    raise ValueError(
-        f"train.accumulate: {section.micro_batches} given, with precision {section.precision}, "
-        f"activation_checkpointing {again} and eval_prompts {section.eval_prompts}, which needs about "
-        f"{decimal(needed)} on the device of the main rank, and up to {allowed} is allowed there; {advice}"
-    )
+    @property
+    def shares_device(self) -> bool:
+        """Whether the target is on the device that trains, unless the recipe gives it one of its own."""
+        device = self.machine.device
+        return self.recipe.target.device in ("auto", device.type, str(device))
 
+    @property
+    def holds_target(self) -> bool:
+        """Whether the device that trains holds the target meanwhile, to make samples or to decode."""
+        return self.shares_device and (self.recipe.train.eval_prompts > 0 or self.is_online)
 
-def refuse_large_harvest(recipe: Recipe, target: TargetConfig, machine: Machine, weights: int) -> None:
-    """Raise ValueError if the target and the cache of one response do not fit, unless the features are there."""
-    data, split = recipe.data, recipe.target.split
-    if data.store or data.online or (recipe.features_dir / MANIFEST).exists() or not shares_device(recipe, machine):
-        return
-    shares = machine.devices_of_target(split)
-    step = StepMemory.of(target, getattr(torch, recipe.target.dtype))
-    needed = (weights + step.needed(1, 1, recipe.data.longest_sample)) // shares
-    if needed > machine.memory:
+    def _head(self) -> list[Need]:
+        """Memory of training on a micro-batch."""
+        recipe, head, machine, precision = self.recipe, self.head, self.machine, self.recipe.train.precision
+        # The target's own lm_head scores the loss.
+        is_shared = self.holds_target and recipe.target.dtype == precision and recipe.joint.mode is None
+        drafted, vocab_size = 0 if head.vocab.is_full else len(head.vocab.ids), head.target.vocab_size
+        # A head that scores with the target's lm_head holds it in float32.
+        holds = head.trained_by != "blocks" and any("lm_head" in name for name, _ in head.named_buffers())
+        in_float32 = vocab_size * (1 + (holds and (is_shared or precision != "float32")))
+        scored = (drafted + vocab_size * (not is_shared)) * getattr(torch, precision).itemsize
+        frozen = (in_float32 * FLOAT32 + scored) * head.target.hidden_size
+        formats = " and ".join(dict.fromkeys(["float32", precision])) + ", lm_head the target's own" * is_shared
+        parameters, longest = num_parameters(head), recipe.data.longest_sample
+        state, why = TRAINED * parameters, "weights, gradients, two moments of AdamW in float32"
+        if machine.slices > 1:
+            state, why = state // machine.slices + 2 * FLOAT32 * parameters, "its slices of them, and all of it twice"
+        elif machine.ranks > 1:
+            state, why = state + FLOAT32 * parameters, f"{why}, and gradients to send"
+        activations = activation_bytes(recipe, head, self.samples, longest, machine.device)
+        micro_batch = f"{self.samples} samples of {longest} tokens, unroll {recipe.unroll}, {precision}"
+        return [
+            Need("the head", state, why),
+            Need("the target's embedding and lm_head", frozen, f"frozen, with the final norm, in {formats}"),
+            Need("activations, about", activations, micro_batch, passes=True),
+        ]
+
+    def _decoding(self) -> Iterator[Need]:
+        """Memory of the target and the copy of the head that decode at each checkpoint, or harvest during training."""
+        if not self.holds_target:
+            return
+        recipe, section, data, config = self.recipe, self.recipe.target, self.recipe.data, self.head.target
+        dtype, prompts, is_online = getattr(torch, section.dtype), recipe.train.eval_prompts, self.is_online
+        devices = self.machine.devices if section.split == "layers" else 1
+        copies = (prompts > 0) + is_online if recipe.joint.mode is not None else 1  # a tuned target is another one
+        why = " and ".join([f"train.eval_prompts {prompts}"] * (prompts > 0) + ["data.online"] * is_online)
+        spread = f", over {devices} devices" if devices > 1 else ""
+        yield Need("the target", copies * self.weights // devices, f"{section.dtype}{spread}, {why}")
+        if is_online:
+            tokens = recipe.train.batch_size // self.machine.ranks * data.longest_sample
+            taps = len(stored_taps(self.head.taps, config.num_layers))
+            states = tokens * bytes_per_token(config.hidden_size, taps, section.dtype)
+            yield Need("its states", STEPS * min(states, ON_DEVICE), f"of {STEPS} steps, data.online")
+        if prompts:
+            rows, nodes = min(prompts, recipe.decode.max_batch), Growth.from_section(recipe.decode).max_nodes
+            length = data.prompt_tokens + min(recipe.decode.max_new_tokens, data.response_tokens)
+            yield Need("the head's copy that decodes", num_parameters(self.head) * dtype.itemsize, section.dtype)
+            needed, why = StepMemory.of(config, dtype).needed(rows, nodes, length), f"{rows} texts of {length} tokens"
+            yield Need("decoding, about", needed, f"{why}, after the activations", passes=True)
+
+    def _tuned_target(self) -> list[Need]:
+        """Memory of a target that is trained with its heads."""
+        size, tokens = next(self.model.parameters()).element_size(), self.samples * self.recipe.data.longest_sample
+        fixed, mode = num_parameters(self.model), self.recipe.joint.mode
+        fixed -= self.tuned if mode == "full" else 0  # adapters are added to the others
+        learning = f"{self.tuned:,} of {fixed + self.tuned:,} parameters learn, joint.mode {mode}"
+        saved = tokens * linear_widths(decoder_layers(self.model)) * size
+        return [
+            Need("the target", fixed * size + TRAINED * self.tuned, learning),
+            Need("activations of the target, about", saved, f"{tokens} tokens"),
+        ]
+
+    def fitted(self) -> "RunMemory":
+        """The run with the train.accumulate and activation_checkpointing of the plan, where the recipe leaves them out.
+
+        On a GPU the first choice that fits counts: few micro-batches, before anything is computed twice. Where none
+        fits, and on a CPU, there is one micro-batch.
+        """
+        left_out = [name for name in PLANNED if getattr(self.recipe.train, name) is None]
+        return self if self.machine.device.type == "cpu" else self._fitting(left_out) or self
+
+    def _fitting(self, names: Collection[str]) -> "RunMemory | None":
+        """The fastest run that fits, with other values of these fields of `train`; None if none fits."""
+        section = self.recipe.train
+        most = max(section.batch_size // self.machine.ranks, section.micro_batches)
+        choices: dict[str, list[Any]] = {
+            "eval_prompts": [section.eval_prompts, 0],
+            "activation_checkpointing": [section.activation_checkpointing, True],
+            "precision": [section.precision, "bfloat16"],
+            "accumulate": [section.accumulate, *range(section.micro_batches + 1, most + 1)],
+        }
+        for values in product(*(each if name in names else each[:1] for name, each in choices.items())):
+            train = section.model_copy(update=dict(zip(choices, values, strict=True)))
+            run = replace(self, recipe=self.recipe.model_copy(update={"train": train}))
+            if run.total <= self.machine.memory:
+                return run
+        return None
+
+    def refuse(self) -> None:
+        """Raise ValueError, naming the settings that fit, if the harvest or training needs more memory than a GPU has.
+
+        On a CPU, which can swap, the estimate is only printed.
+        """
+        if self.machine.device.type == "cpu":
+            return
+        self._refuse_large_harvest()
+        if self.fitted().total <= self.machine.memory:
+            return
+        needed, allowed, old = decimal(self.total), decimal(self.machine.memory), self.recipe.train
+        advice = "no train.accumulate or activation_checkpointing makes it fit: take larger devices or a smaller head"
+        if (fits := self._fitting(CHEAPER)) is not None:
+            changes = {name: getattr(fits.recipe.train, name) for name in CHEAPER}
+            changed = [f"train.{name}={value}" for name, value in changes.items() if value != getattr(old, name)]
+            advice = f"write {' '.join(changed).lower()}"
         raise ValueError(
-            f"target.split: {split or 'null'} given, with which the harvest needs about {decimal(needed)} on each "
-            f"device ({shares} together), and up to {decimal(machine.memory)} is allowed there; start "
-            f"{math.ceil(needed * shares / machine.memory)} ranks or more with target.split=tensor, or give data.store"
+            f"train.accumulate: {old.micro_batches} given, with which training in {old.precision} needs about {needed} "
+            f"on the device of the main rank, and up to {allowed} is allowed there; {advice}"
         )
+
+    def _refuse_large_harvest(self) -> None:
+        """Raise ValueError if the target and the cache of one response do not fit, unless the features are there."""
+        data, section, machine = self.recipe.data, self.recipe.target, self.machine
+        if data.store or data.online or (self.recipe.features_dir / MANIFEST).exists() or not self.shares_device:
+            return
+        shares = {"layers": machine.devices, "tensor": machine.ranks}.get(section.split or "", 1)
+        step = StepMemory.of(self.head.target, getattr(torch, section.dtype)).needed(1, 1, data.longest_sample)
+        if (needed := self.weights + step) > machine.memory * shares:
+            given = (
+                f"{section.split or 'null'} given, with which the harvest needs about {decimal(needed // shares)} on"
+            )
+            raise ValueError(
+                f"target.split: {given} each device ({shares} together), and up to {decimal(machine.memory)} is allowed "
+                f"there; start {math.ceil(needed / machine.memory)} ranks or more with target.split=tensor, or give "
+                "data.store"
+            )
 
 
 def target_bytes(recipe: Recipe) -> int:
@@ -167,64 +276,6 @@ def target_bytes(recipe: Recipe) -> int:
     if stored and "quantization_config" in read_json(folder / "config.json"):
         return stored
     return num_parameters(model_without_weights(section)) * getattr(torch, section.dtype).itemsize
-
-
-def shares_device(recipe: Recipe, machine: Machine) -> bool:
-    """Whether the target is on the device that trains, unless the recipe gives it one of its own."""
-    return recipe.target.device in ("auto", machine.device.type, str(machine.device))
-
-
-def holds_target(recipe: Recipe, machine: Machine) -> bool:
-    """Whether the target is on the device that trains, to make samples or to decode."""
-    is_asked_for = recipe.train.eval_prompts > 0 or recipe.data.online == IN_THIS_PROCESS
-    return is_asked_for and shares_device(recipe, machine)
-
-
-def shares_lm_head(recipe: Recipe, machine: Machine) -> bool:
-    """Whether the target's own lm_head scores the loss."""
-    is_same = recipe.target.dtype == recipe.train.precision and recipe.joint.mode is None
-    return is_same and holds_target(recipe, machine)
-
-
-def cheaper_settings(recipe: Recipe, ranks: int, names: Collection[str]) -> Iterator[dict[str, Any]]:
-    """Changes of these fields of `train` that save memory, none first: faster, then slower, then without measuring."""
-    section = recipe.train
-    most = max(section.batch_size // ranks, 1)
-    choices: dict[str, list[Any]] = {
-        "precision": ["bfloat16"] if section.precision == "float32" else [],
-        "accumulate": list(range(section.micro_batches + 1, most + 1)),
-        "activation_checkpointing": [] if section.activation_checkpointing else [True],
-        "eval_prompts": [0] if section.eval_prompts else [],
-    }
-    for count in range(len(choices) + 1):
-        for chosen in combinations([name for name in choices if name in names], count):
-            for values in product(*(choices[name] for name in chosen)):
-                yield dict(zip(chosen, values, strict=True))
-
-
-def head_needs(recipe: Recipe, head: DraftHead, samples: int, longest: int, machine: Machine) -> list[Need]:
-    """Memory on a rank that trains on `samples` texts of `longest` tokens at once."""
-    drafted, target = 0 if head.vocab.is_full else len(head.vocab.ids), head.target
-    half, parameters = recipe.train.precision == "bfloat16", num_parameters(head)
-    element, is_shared = FLOAT32 // 2 if half else FLOAT32, shares_lm_head(recipe, machine)
-    # A head that scores with the target's lm_head holds it in float32.
-    holds = head.trained_by != "blocks" and any("lm_head" in name for name, _ in head.named_buffers())
-    in_float32 = target.vocab_size * (1 + (holds and (half or is_shared)))
-    scored = drafted + target.vocab_size * (not is_shared)
-    frozen = (in_float32 * FLOAT32 + scored * element) * target.hidden_size
-    micro_batch = f"{samples} samples of {longest} tokens, unroll {recipe.unroll}, {recipe.train.precision}"
-    activations = activation_bytes(recipe, head, samples, longest, machine.device)
-    state, why = TRAINED * parameters, "weights, gradients, two moments of AdamW in float32"
-    if machine.slices > 1:
-        state, why = state // machine.slices + 2 * FLOAT32 * parameters, "its slices of them, and the whole head twice"
-    elif machine.ranks > 1:
-        state, why = state + FLOAT32 * parameters, f"{why}, and gradients to send"
-    formats = ("float32 and bfloat16" if half else "float32") + (", lm_head the target's own" if is_shared else "")
-    return [
-        Need("the head", state, why),
-        Need("the target's embedding and lm_head", frozen, f"frozen, with the final norm, in {formats}"),
-        Need("activations, about", activations, micro_batch, passes=True),
-    ]
 
 
 def activation_bytes(recipe: Recipe, head: DraftHead, samples: int, longest: int, device: torch.device) -> int:
@@ -249,55 +300,10 @@ def activation_bytes(recipe: Recipe, head: DraftHead, samples: int, longest: int
     return features + copies + kept + gradients + states + summed + LOGITS_KEPT * chunk * logits * FLOAT32
 
 
-def decoding_needs(recipe: Recipe, head: DraftHead, machine: Machine, weights: int) -> Iterator[Need]:
-    """Memory for the target and the copy of the head that decode at each checkpoint, or harvest during training."""
-    section, prompts, is_online = recipe.target, recipe.train.eval_prompts, recipe.data.online == IN_THIS_PROCESS
-    if not holds_target(recipe, machine):
-        return
-    dtype, config = getattr(torch, section.dtype), head.target
-    devices = machine.devices if section.split == "layers" else 1
-    copies = (prompts > 0) + is_online if recipe.joint.mode is not None else 1  # a tuned target is another one
-    why = " and ".join([f"train.eval_prompts {prompts}"] * (prompts > 0) + ["data.online [auto]"] * is_online)
-    spread = f", over {devices} devices" if devices > 1 else ""
-    yield Need("the target", copies * weights // devices, f"{section.dtype}{spread}, {why}")
-    if is_online:
-        tokens = recipe.train.batch_size // machine.ranks * recipe.data.longest_sample
-        taps = len(stored_taps(head.taps, config.num_layers))
-        states = tokens * bytes_per_token(config.hidden_size, taps, section.dtype)
-        yield Need("its states", STEPS * min(states, ON_DEVICE), f"of {STEPS} steps, data.online [auto]")
-    if prompts:
-        rows, nodes = min(prompts, recipe.decode.max_batch), Growth.from_section(recipe.decode).max_nodes
-        length = recipe.data.prompt_tokens + min(recipe.decode.max_new_tokens, recipe.data.response_tokens)
-        yield Need("the head's copy that decodes", num_parameters(head) * dtype.itemsize, section.dtype)
-        needed = StepMemory.of(config, dtype).needed(rows, nodes, length)
-        yield Need("decoding, about", needed, f"{rows} texts of {length} tokens, after the activations", passes=True)
-
-
 def linear_widths(module: nn.Module, without: Collection[int] = ()) -> int:
     """The widths of linear layers, but `without` (ids of weights): about what a forward pass saves for a position."""
     linear = [each for each in module.modules() if isinstance(each, nn.Linear) and id(each.weight) not in without]
     return sum(each.in_features + each.out_features for each in linear)
-
-
-def tuned_parameters(recipe: Recipe, model: Any) -> int:
-    """The number of the target's parameters that joint.mode trains: its layers', or those of adapters."""
-    layers = decoder_layers(model)
-    if recipe.joint.mode == "full":
-        return num_parameters(layers)
-    return recipe.joint.lora_rank * linear_widths(layers)
-
-
-def target_needs(recipe: Recipe, model: Any, tuned: int, tokens: int) -> list[Need]:
-    """Memory for a target that is trained with its heads."""
-    parameters, size = num_parameters(model), next(model.parameters()).element_size()
-    fixed = parameters - tuned if recipe.joint.mode == "full" else parameters  # adapters are added to the others
-    learning = f"{tuned:,} of {fixed + tuned:,} parameters learn, joint.mode {recipe.joint.mode}"
-    return [
-        Need("the target", fixed * size + TRAINED * tuned, learning),
-        Need(
-            "activations of the target, about", tokens * linear_widths(decoder_layers(model)) * size, f"{tokens} tokens"
-        ),
-    ]
 
 
 def num_parameters(module: nn.Module) -> int:

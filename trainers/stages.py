@@ -31,7 +31,7 @@ from headstart.recipes.command_line import DeviceMemory
 from headstart.recipes.fields import head_kinds
 from headstart.trainers.evaluation import TEMPERATURES, HeldOutDecoding
 from headstart.trainers.loop import train
-from headstart.trainers.memory import Machine, fitted, refuse_more_than_memory
+from headstart.trainers.memory import Machine, RunMemory
 from headstart.trainers.new_head import START, build_head, describe, fit_first_weights, load_start, start_of_run
 from headstart.trainers.objectives.medusa2 import TrainableTarget
 from headstart.trainers.parallel.launch import ranks_of_a_copy, start_accelerator
@@ -75,9 +75,9 @@ class TrainingRun:
         return cls(recipe, accelerator, Machine.running(accelerator.num_processes, accelerator.device, slices))
 
     def check(self) -> None:
-        target = preflight(self.recipe, self.machine)
-        refuse_more_than_memory(self.recipe, target, self.machine)
-        self.say_who_refuses(target)
+        memory = preflight(self.recipe, self.machine)
+        memory.refuse()
+        self.say_who_refuses(memory.head.target)
 
     def say_who_refuses(self, target: TargetConfig) -> None:
         """Print a line, before anything is trained, if the engine of export.format refuses heads for this family."""
@@ -91,11 +91,11 @@ class TrainingRun:
 
     def print_plan(self) -> None:
         """Check the recipe and print what the run would take; raises ValueError after that if it does not fit."""
-        target = preflight(self.recipe, self.machine)
+        memory = preflight(self.recipe, self.machine)
         if self.accelerator.is_main_process:
-            print_plan(self.recipe, target, self.machine)
-            self.say_who_refuses(target)
-        refuse_more_than_memory(self.recipe, target, self.machine)
+            print_plan(memory)
+            self.say_who_refuses(memory.head.target)
+        memory.refuse()
 
     @contextmanager
     def on_all_ranks(self) -> Iterator[None]:
@@ -116,7 +116,7 @@ class TrainingRun:
         if recipe.data.online != IN_THIS_PROCESS and (not decodes or recipe.joint.mode is not None):
             shared.free()
         frozen = FrozenTarget.from_folder(folder_of(recipe.target), torch.float32, accelerator.device)
-        recipe = broadcast_object_list([fitted(recipe, frozen.config, self.machine)])[0]
+        recipe = broadcast_object_list([RunMemory.of(recipe, frozen.config, self.machine).fitted().recipe])[0]
         taps = stored_taps(head_taps(recipe.head, frozen.config), frozen.config.num_layers)
         with open_stores(recipe, features, taps, shared) as (train_store, heldout_store):
             refuse_sizes(recipe, accelerator.num_processes, len(train_store), len(heldout_store))

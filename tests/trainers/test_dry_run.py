@@ -4,7 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from bad_inputs import assert_message, assert_raises
+from rich.filesize import decimal
 from tiny_run import modified, tiny_recipe
 
 from headstart.data_pipelines.features.shards import FeatureStore
@@ -12,7 +14,8 @@ from headstart.heads.formats.config_rules import REFUSED
 from headstart.heads.target_config import TargetConfig
 from headstart.recipes import Recipe
 from headstart.trainers import train as run
-from headstart.trainers.plan import DataSizes, refuse_sizes
+from headstart.trainers.memory import Machine, RunMemory
+from headstart.trainers.plan import data_rows, refuse_sizes
 
 
 def test_too_many_ranks_and_missing_samples_are_refused(make_recipe: Callable[..., Recipe]) -> None:
@@ -77,14 +80,20 @@ def test_engines_that_refuse_a_family_were_named_too_late(make_recipe, monkeypat
     ],
 )
 def test_a_plan_counts_rows_and_the_disk_of_their_features(make_recipe, harvested, options, samples, needs_disk):
-    sizes = DataSizes.of(make_recipe("run", *options), TargetConfig.from_folder(harvested / "target"))
-    assert (sizes.samples, sizes.feature_bytes > 0) == (samples, needs_disk)
+    counted, disk = planned(make_recipe("run", *options))
+    assert counted == f"{samples} samples, not harvested yet; lengths are unknown"
+    assert (disk != "at most 0 bytes") == needs_disk
+
+
+def planned(recipe: Recipe) -> tuple[str, str]:
+    """How many samples a plan counts, and the disk space of their features."""
+    target = TargetConfig.from_folder(Path(recipe.target.path))
+    rows = data_rows(RunMemory.of(recipe, target, Machine(1, torch.device("cpu"), 10**9)))
+    return rows[0][2], rows[3][1]
 
 
 def test_the_store_that_the_recipe_names_is_measured(make_recipe: Callable[..., Recipe], harvested: Path) -> None:
     store = harvested / "run" / "features"
-    recipe = tiny_recipe(harvested, "run_dir=/nowhere", f"data.store={store}")
-    sizes = DataSizes.of(recipe, TargetConfig.from_folder(harvested / "target"))
-    assert sizes == DataSizes.of(make_recipe("run"), TargetConfig.from_folder(harvested / "target"))
-    assert sizes.is_measured
-    assert sizes.feature_bytes == sum(path.stat().st_size for path in store.glob("*.safetensors"))
+    named = planned(tiny_recipe(harvested, "run_dir=/nowhere", f"data.store={store}"))
+    size = decimal(sum(path.stat().st_size for path in store.glob("*.safetensors")))
+    assert named == planned(make_recipe("run")) == ("12 samples, as harvested", size)

@@ -28,11 +28,10 @@ from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.report.command import report
-from headstart.inference.targets.loading import model_without_weights
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.trainers import train as run
-from headstart.trainers.memory import target_needs, tuned_parameters
+from headstart.trainers.memory import Machine, RunMemory
 from headstart.trainers.objectives.medusa2 import JointHead, TrainableTarget
 from headstart.trainers.objectives.objective import Objective
 from headstart.trainers.objectives.unrolled import Teacher
@@ -179,9 +178,9 @@ def test_a_dry_run_counts_the_target(make_recipe: MakeRecipe, capsys: pytest.Cap
     trained = sum(weight.numel() for weight in trainable.trained.values())
     parameters = sum(weight.numel() for weight in trainable.model.parameters())
     assert f"{trained:,} of {parameters:,} parameters learn, joint.mode {mode}" in said
-    plain = model_without_weights(recipe.target)
-    assert tuned_parameters(recipe, plain) == trained
-    kept, activations = (need.size for need in target_needs(recipe, plain, trained, 3 * 36))
+    memory = RunMemory.of(recipe, target.config, Machine(1, torch.device("cpu"), 10**9))
+    assert memory.tuned == trained
+    kept, activations = (need.size for need in memory.needs[-2:])
     assert abs(kept - (16 * trained + 4 * (parameters - trained))) < 0.01 * kept
     with SavedForBackward({storage_of(tensor) for tensor in target.model.state_dict(keep_vars=True).values()}) as saved:
         trainable(torch.zeros(3, 36, dtype=torch.long))

@@ -22,20 +22,18 @@ from headstart.data_pipelines.harvest import open_harvest
 from headstart.heads.target_config import TargetConfig
 from headstart.recipes import load_recipe
 from headstart.trainers import train as run
-from headstart.trainers.memory import memory_needs, target_bytes, total
-from headstart.trainers.new_head import head_without_weights
+from headstart.trainers.memory import RunMemory
 from headstart.trainers.stages import TrainingRun
 recipe = load_recipe(Path(sys.argv[1]), sys.argv[2:])
 machine = TrainingRun.start(recipe, recipe.head.script).machine
-head = head_without_weights(recipe, TargetConfig.from_folder(Path(recipe.target.path)))
-needs = memory_needs(recipe, head, machine, target_bytes(recipe))
+planned = RunMemory.of(recipe, TargetConfig.from_folder(Path(recipe.target.path)), machine)
 small = [*sys.argv[2:], f"run_dir={recipe.run_dir}-small", "target.path=assets/demo_target"]
 run(load_recipe(Path(sys.argv[1]), small))
 before = psutil.Process().memory_info().rss  # with all libraries
 run(recipe)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(*(f"{need.what} {need.size / 2**20:.0f}" for need in needs), sep=", ")
-print(total(needs), peak - before)
+print(*(f"{need.what} {need.size / 2**20:.0f}" for need in planned.needs), sep=", ")
+print(planned.total, peak - before)
 """
 
 
