@@ -14,7 +14,6 @@ from headstart.data_pipelines.features.shards import read_manifest
 from headstart.data_pipelines.prompts.candidates import UserTemplate
 from headstart.data_pipelines.prompts.conversations import Conversation, parse_row
 from headstart.data_pipelines.prompts.rows import BadRow, Row, read_rows
-from headstart.data_pipelines.prompts.selection import optional_rensa
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.kinds.checkpoint import load_taps
 from headstart.heads.target_config import SAFE_FILES, TargetConfig, folder_of
@@ -90,7 +89,6 @@ def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
     data = recipe.data
     sources = {} if data.holds_out_own_prompts else {"data.heldout_prompts": str(data.heldout_prompts)}
     if data.prompts == SELF:
-        optional_rensa()
         template = ChatTemplate(tokenizer, recipe.target.chat_template_kwargs)
         UserTemplate(template, data, KeptPictures(recipe, template))
     elif not data.prompts.startswith(HUB_PREFIX):

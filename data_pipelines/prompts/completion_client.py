@@ -3,13 +3,15 @@
 import fcntl
 import time
 import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Event, Lock
+from queue import SimpleQueue
+from threading import Lock
+from typing import Any
 
 import httpx
 
@@ -32,11 +34,11 @@ class CompletionServer:
 
 @dataclass(frozen=True)
 class Completion:
-    """A server's answer to a completion."""
+    """A server's answer to a completion, or with its models."""
 
     url: str
     content: Json
-    choice: Json
+    choice: Json  # the first
 
     @property
     def states_path(self) -> Path | None:
@@ -95,7 +97,15 @@ class CompletionClient:
         # One connection per request: httpx allows 100 by default, and the other requests would time out.
         self.client = httpx.Client(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None))
         weakref.finalize(self, self.client.close)
-        self.model = self._served_by_all()
+        with ThreadPoolExecutor(max_workers=len(urls)) as pool:
+            answers = list(pool.map(lambda server: self._ask(server, "/v1/models", "data"), self.servers))
+        served = {answer.url: answer.choice["id"] for answer in answers if answer is not None}
+        if not served:
+            raise self._none_left()
+        (first, self.model), *others = served.items()
+        if wrong := [f"{url} serves {its}" for url, its in others if its != self.model]:
+            allowed = "servers of one model, the target, are allowed: correct data.server, or start them all with it"
+            raise ValueError(f"data.server: {first} serves {self.model}, but {' and '.join(wrong)}; {allowed}")
 
     @property
     def live(self) -> list[CompletionServer]:
@@ -106,77 +116,51 @@ class CompletionClient:
 
         After a failure nothing more is asked for, and the error is raised after the answers that still arrive.
         """
-        waiting, stopped = SimpleQueue[tuple[int, Json]](), Event()
-        answers = SimpleQueue[tuple[int, Completion] | None]()
-        for request in enumerate(bodies):
-            waiting.put(request)
-
-        def work(server: CompletionServer) -> None:
-            """Let a server answer what is waiting, one at a time; None among the answers says that this has ended."""
-            try:
-                while not stopped.is_set():
-                    number, body = waiting.get_nowait()
-                    if (answer := self.ask(server, body)) is None:
-                        return waiting.put((number, body))
-                    answers.put((number, answer))
-            except Empty:
-                pass
-            except BaseException:
-                stopped.set()
-                raise
-            finally:
-                answers.put(None)
-
+        waiting, error = deque(range(len(bodies))), None
+        asked, done = dict[Future[Completion | None], tuple[str, int]](), SimpleQueue[Any]()
         with ThreadPoolExecutor(max_workers=at_once * len(self.servers)) as pool:
-            try:
-                while not waiting.empty():
-                    if not self.live:
-                        raise self._none_left()
-                    workers = [pool.submit(work, server) for server in self.live for _ in range(at_once)]
-                    for _ in workers:
-                        yield from iter(answers.get, None)
-                    for worker in workers:
-                        worker.result()  # raises its error
-            finally:
-                stopped.set()
+            while waiting or asked:
+                in_flight = Counter(url for url, _ in asked.values())
+                while waiting and (free := [each for each in self.live if in_flight[each.url] < at_once]):
+                    server, number = min(free, key=lambda each: in_flight[each.url]), waiting.popleft()
+                    in_flight[server.url] += 1
+                    answer = pool.submit(self.ask, server, bodies[number])
+                    asked[answer] = server.url, number
+                    answer.add_done_callback(done.put)
+                if not asked:
+                    raise self._none_left()
+                _, number = asked.pop(answer := done.get())
+                if answer.exception() is not None:
+                    error = answer.exception()
+                elif answer.result() is not None:
+                    yield number, answer.result()
+                else:
+                    waiting.append(number)
+                if error is not None:
+                    waiting.clear()
+        if error is not None:
+            raise error
 
     def ask(self, server: CompletionServer, body: Json) -> Completion | None:
         """One server's answer to a completion; None if the server is no longer used."""
-        response = self._ask(server, "POST", "/v1/completions", {"model": self.model, **body})
-        if response is None:
-            return None
-        return Completion(server.url, response.json(), first_entry(server, response, "choices"))
+        return self._ask(server, "/v1/completions", "choices", {"model": self.model, **body})
 
-    def _served_by_all(self) -> str:
-        """The model that every server serves; raises ValueError naming those that serve another than the first."""
-        with ThreadPoolExecutor(max_workers=len(self.servers)) as pool:
-            asked = list(pool.map(lambda server: self._ask(server, "GET", "/v1/models", None), self.servers))
-        answers = [(server, answer) for server, answer in zip(self.servers, asked, strict=True) if answer is not None]
-        if not answers:
-            raise self._none_left()
-        served = {server.url: str(first_entry(server, answer, "data")["id"]) for server, answer in answers}
-        (first, model), *others = served.items()
-        if wrong := [f"{url} serves {its}" for url, its in others if its != model]:
-            allowed = "servers of one model, the target, are allowed: correct data.server, or start them all with it"
-            raise ValueError(f"data.server: {first} serves {model}, but {' and '.join(wrong)}; {allowed}")
-        return model
-
-    def _ask(self, server: CompletionServer, method: str, path: str, body: Json | None) -> httpx.Response | None:
-        """The server's answer with status 200; None if the server is no longer used."""
+    def _ask(self, server: CompletionServer, path: str, key: str, body: Json | None = None) -> Completion | None:
+        """The server's answer, whose list `key` has an entry; None if the server is no longer used."""
         for attempt in range(RETRIES + 1):
             if attempt:
                 self.pause(2.0 ** (attempt - 1))
             if server.failure:
                 return None
             try:
-                response = self.client.request(method, server.url + path, json=body)
+                answer = self.client.request("GET" if body is None else "POST", server.url + path, json=body)
             except httpx.TransportError as error:
                 reason = f"{type(error).__name__}: {error}"
                 continue
-            if response.status_code == 200:
-                return response
-            reason = f"status {response.status_code}: {response.text[:200]}"
-            if response.status_code not in RETRIED_STATUSES:
+            if answer.status_code == 200:
+                return completion_of(server, answer, key)
+            reason = f"status {answer.status_code}: {answer.text[:200]}"
+            if answer.status_code not in RETRIED_STATUSES:
                 raise ValueError(f"data.server: {server.url}{path} gave no answer ({reason}); {REMEDY}")
         reason = f"{server.url}{path} gave no answer ({reason})"
         with self._lock:
@@ -201,10 +185,11 @@ def completion(prompt: list[int], sampling: Sampling, max_new_tokens: int) -> Js
     }
 
 
-def first_entry(server: CompletionServer, answer: httpx.Response, key: str) -> Json:
-    """The first entry of the list `key` of an answer; raises ValueError if it has none."""
+def completion_of(server: CompletionServer, answer: httpx.Response, key: str) -> Completion:
+    """An answer with the first entry of its list `key`; raises ValueError if there is none."""
     try:
-        return dict(answer.json()[key][0])
+        content = dict(answer.json())
+        return Completion(server.url, content, dict(content[key][0]))
     except (ValueError, LookupError, TypeError) as error:
         lacking = f"data.server: {server.url} answers without {key} ({answer.text[:200]})"
         needed = "an OpenAI-compatible server is needed, such as vLLM or SGLang: check the URL"

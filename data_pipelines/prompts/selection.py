@@ -1,14 +1,16 @@
 """Select prompts from self-written candidates (data.prompts self): in order of their numbers, without near-duplicates.
 
 Near-duplicates share most of their sequences of five letters. MinHash finds the few texts that may share that many
-(Broder 1997, by the library rensa), and the exact Jaccard similarity decides.
+(Broder 1997), and the exact Jaccard similarity decides.
 """
 
 import re
 import textwrap
+import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
+
+import numpy as np
 
 from headstart.data_pipelines.prompts.conversations import (
     Conversation,
@@ -26,7 +28,7 @@ from headstart.recipes.schema import SELF, DataSection
 SHINGLE_CHARACTERS = 5
 SIMILARITY_MIN = 0.7  # Jaccard similarity from which two texts are near-duplicates
 PERMUTATIONS, BANDS = 128, 32  # MinHash: misses a pair with a similarity of 0.7 once in 5,000 times
-MINHASH_SEED = 42
+FACTORS = np.random.default_rng(0).integers(2**63, size=PERMUTATIONS, dtype=np.uint64) * 2 + 1
 REPEATS = "repeats another"
 HELD_OUT = "held out too"
 PICTURE = "picture"  # it cannot be read
@@ -60,33 +62,23 @@ class SeenTexts:
     """Texts that a new one must not repeat."""
 
     def __init__(self) -> None:
-        self.rensa = optional_rensa()
-        self.lsh = self.rensa.RMinHashLSH(threshold=SIMILARITY_MIN, num_perm=PERMUTATIONS, num_bands=BANDS)
-        self.texts: list[str] = []
+        self.by_band = defaultdict[tuple[int, bytes], list[str]](list)
 
     def has_similar(self, text: str) -> bool:
         pieces = shingles(text)
-        neighbours = (shingles(self.texts[number]) for number in self.lsh.query(self.minhash(pieces)))
-        return any(len(pieces & each) / len(pieces | each) >= SIMILARITY_MIN for each in neighbours)
+        neighbours = {other for band in bands(pieces) for other in self.by_band.get(band, ())}
+        return any(len(pieces & each) / len(pieces | each) >= SIMILARITY_MIN for each in map(shingles, neighbours))
 
     def add(self, text: str) -> None:
-        self.lsh.insert(len(self.texts), self.minhash(shingles(text)))
-        self.texts.append(text)
-
-    def minhash(self, pieces: Set[str]) -> Any:
-        minhash = self.rensa.RMinHash(num_perm=PERMUTATIONS, seed=MINHASH_SEED)
-        minhash.update(sorted(pieces))
-        return minhash
+        for band in bands(shingles(text)):
+            self.by_band[band].append(text)
 
 
-def optional_rensa() -> Any:
-    """The library rensa, an optional dependency; raises ValueError that names the field if it is missing."""
-    try:
-        import rensa
-    except ImportError as error:
-        advice = "run pip install -e '.[self]', or choose other prompts"
-        raise ValueError(f"data.prompts: {SELF} given, which needs rensa; {advice}") from error
-    return rensa
+def bands(pieces: Set[str]) -> Iterable[tuple[int, bytes]]:
+    """Parts of a MinHash, one of which two similar sets have in common."""
+    hashes = np.array([zlib.crc32(piece.encode()) for piece in pieces], dtype=np.uint64)
+    lowest = (hashes[:, None] * FACTORS).min(0)  # modulo 2**64
+    return enumerate(part.tobytes() for part in lowest.reshape(BANDS, -1))
 
 
 def shingles(text: str) -> set[str]:

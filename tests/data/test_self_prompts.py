@@ -3,13 +3,12 @@
 import json
 import random
 import shutil
-import sys
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_inputs import Says, assert_raises, table
+from bad_inputs import assert_raises, table
 from launches import finish, launch_module
 from test_chat_masks import FAMILIES, template_of
 from tiny_run import build_chat_run, build_letters, tiny_recipe
@@ -17,7 +16,6 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from headstart.common.files import read_jsonl
 from headstart.data_pipelines.harvest import harvest
-from headstart.data_pipelines.preflight import check_harvest
 from headstart.data_pipelines.prompts.candidates import CandidateWriter, UserTemplate, next_candidates
 from headstart.data_pipelines.prompts.prompts import describe_prompts, make_prompts_alone
 from headstart.data_pipelines.prompts.row_report import RowReport
@@ -242,10 +240,7 @@ def test_what_rules_out_the_targets_own_prompts_is_named(folder: Path, tmp_path:
     assert not (recipe.prompts_dir / "train.jsonl").exists()
 
 
-def test_own_prompts_without_rensa_or_places_of_tokens_are_refused(folder, tmp_path, monkeypatch):
+def test_own_prompts_without_places_of_tokens_are_refused() -> None:
     slow = ByT5Tokenizer(chat_template=build_letters().chat_template)
     said = "data.prompts: self given | tokenizer is written in Python | name a file"
     assert_raises(lambda: UserTemplate(ChatTemplate(slow), data_section()), said)
-    monkeypatch.setitem(sys.modules, "rensa", None)
-    says = Says("data.prompts", "self given", "needs rensa", "pip install -e '.[self]'")
-    assert_raises(lambda: check_harvest(own_recipe(folder, tmp_path)), says)
