@@ -87,7 +87,7 @@ def harvest_part(recipe: Recipe, part: Share, state: PartialState) -> None:
             refuse_parts_at_work(folder, allowed_suffix=part.lock.removeprefix(str(part.number)))
             own.enter_context(only_run_in(locks_of(folder) / part.lock, command))
             refuse_other_code(folder)
-            prompts, responses = stages.begin()
+            prompts = stages.begin()
         with interrupts:
             stages.make(part.share(stages.shards))
         if interrupts.received is not None:
@@ -98,7 +98,7 @@ def harvest_part(recipe: Recipe, part: Share, state: PartialState) -> None:
         with entrance(folder, command, wait=True):  # a command that finds this part at work holds the folder so long
             own.close()
             others = parts_at_work(folder)
-            done = None if others else stages.finish(prompts, responses)
+            done = None if others else stages.finish(prompts)
             if done is not None:
                 forget_parts(folder)
     if done is not None:

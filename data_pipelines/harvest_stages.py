@@ -30,6 +30,7 @@ from headstart.data_pipelines.prompts.responses import (
     Writer,
     describe_responses,
     finish_responses,
+    is_answered,
     never,
     refuse_pictures,
     responses_path,
@@ -156,6 +157,8 @@ class Harvest:
     def make_responses(self, shards: Sequence[ShardPrompts]) -> None:
         """Write this rank's share of the responses, by the writer that the recipe names."""
         recipe, data, ranks = self.recipe, self.recipe.data, Ranks()
+        if all(is_answered(recipe, shard) for shard in shards):
+            return
         if data.responses == "given":
             for shard in ranks.share(shards):
                 write_given(recipe, shard)
@@ -203,6 +206,9 @@ class Harvest:
     def make_features(self, shards: Sequence[ShardPrompts], identities: dict[str, str]) -> None:
         """Write this rank's share of the features."""
         recipe, ranks = self.recipe, Ranks()
+        files = [shard.features_file for shard in shards]
+        if all(shard_is_whole(recipe.features_dir / file, identities[file]) for file in files):
+            return
         if recipe.data.states is not None:
             refuse_pictures(recipe, shards)
             tap_texts, device = self.vllm.tap, torch.device("cpu")
@@ -273,7 +279,7 @@ class Harvest:
 
     # For independent processes: parts of the harvest, and workers of a cluster
 
-    def begin(self) -> tuple[Stage, Stage]:
+    def begin(self) -> Stage:
         """Make the prompts, and record the inputs of the shards; the caller holds the folder."""
         prompts = self.prompts()
         responses = self.open_responses(prompts)
@@ -281,19 +287,15 @@ class Harvest:
             responses.claim()
         if self.recipe.data.online is None:
             claim_features(self.features_stage(responses if responses.was_complete() else None))
-        return prompts, responses
+        return prompts
 
     def make(self, shards: Sequence[ShardPrompts]) -> None:
         """Make the responses and then the features of these shards; existing files are kept."""
-        recipe = self.recipe
-        if unanswered := [shard for shard in shards if not responses_path(recipe, shard).exists()]:
-            self.make_responses(unanswered)
-        if shards and recipe.data.online is None and not self.ending():
+        self.make_responses(shards)
+        if self.recipe.data.online is None and not self.ending():
             identities = self.identities(shards)
-            remove_grown_shards(recipe, shards, identities)
-            paths = {recipe.features_dir / shard.features_file: shard for shard in shards}
-            if missing := [paths[path] for path in paths if not shard_is_whole(path, identities[path.name])]:
-                self.make_features(missing, identities)
+            remove_grown_shards(self.recipe, shards, identities)
+            self.make_features(shards, identities)
 
     def identities(self, shards: Sequence[ShardPrompts], texts: Mapping[str, str] | None = None) -> dict[str, str]:
         """The identity of the inputs of each shard of features, by file name: its own texts, not the others.
@@ -306,22 +308,9 @@ class Harvest:
         common = {name: value for name, value in inputs.items() if name != "responses"}
         return {shard.features_file: digest_of([common, texts[shard.responses_file]]) for shard in shards}
 
-    def finish(self, prompts: Stage, responses: Stage) -> Stage | None:
-        """Write the manifest if all shards exist, else return None; the caller holds the folder."""
-        recipe, shards = self.recipe, self.shards
-        if self.missing():
-            return None
-        if not responses.is_complete():
-            finish_responses(recipe, responses, shards)
-        self.say(describe_responses(recipe, responses))
-        if recipe.data.online is not None:
-            return responses
-        features = self.features_stage(responses)
-        if not features.was_complete() or features.changed_inputs():
-            features.claim()
-            self.finish_features(features, prompts, responses)
-        self.say(describe_store(features.folder))
-        return features
+    def finish(self, prompts: Stage) -> Stage | None:
+        """The last stage with its manifest if all shards exist, else None; the caller holds the folder."""
+        return None if self.missing() else self.features(prompts, self.responses(prompts))
 
     def missing(self) -> list[ShardPrompts]:
         """The shards without responses, or without features of these responses."""

@@ -44,9 +44,9 @@ def inspect(recipe: Recipe, console: Console | None = None) -> None:
     console.print(histogram("trained-on tokens per sample", [sum(text.loss_mask) for text in texts]))
     console.out(describe_prompts(recipe), highlight=False)
     for report in read_reports(recipe):
-        if rows := report.left_out_rows():
+        if report.left_out:
             console.out(f"\nrows of {report.source} that gave no sample:", highlight=False)
-            console.print(row_table(rows, report.counts))
+            console.print(row_table(report.left_out, report.counts))
 
 
 def training_rows(recipe: Recipe, prompts: Stage) -> Iterator[Json]:

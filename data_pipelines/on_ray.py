@@ -26,7 +26,7 @@ from headstart.common.remote import pull
 from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.harvest_stages import Harvest, harvest_of
 from headstart.data_pipelines.prompts.prompts import prompts_stage
-from headstart.data_pipelines.prompts.responses import read_texts, responses_path, responses_stage
+from headstart.data_pipelines.prompts.responses import read_texts, responses_path
 from headstart.data_pipelines.stages.shard_work import (
     ShardPrompts,
     forget_parts,
@@ -59,7 +59,7 @@ def harvest_on_ray(recipe: Recipe, state: PartialState) -> Stage:
             for _ in workers.carry_out([Task("begin")]):
                 pull(folder)
                 prompts = prompts_stage(recipe)
-            while (done := stages.finish(prompts, responses_stage(recipe, prompts))) is None:
+            while (done := stages.finish(prompts)) is None:
                 make_shards(workers, stages, stages.missing())
         forget_parts(folder)
     return done

@@ -258,13 +258,11 @@ class RunMemory:
         shares = {"layers": machine.devices, "tensor": machine.ranks}.get(section.split or "", 1)
         step = StepMemory.of(self.head.target, getattr(torch, section.dtype)).needed(1, 1, data.longest_sample)
         if (needed := self.weights + step) > machine.memory * shares:
-            given = (
-                f"{section.split or 'null'} given, with which the harvest needs about {decimal(needed // shares)} on"
-            )
+            ranks, each = math.ceil(needed / machine.memory), decimal(needed // shares)
             raise ValueError(
-                f"target.split: {given} each device ({shares} together), and up to {decimal(machine.memory)} is allowed "
-                f"there; start {math.ceil(needed / machine.memory)} ranks or more with target.split=tensor, or give "
-                "data.store"
+                f"target.split: {section.split or 'null'} given, with which the harvest needs about {each} on each "
+                f"device ({shares} together), and up to {decimal(machine.memory)} is allowed there; start {ranks} "
+                "ranks or more with target.split=tensor, or give data.store"
             )
 
 

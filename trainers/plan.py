@@ -29,11 +29,8 @@ SAVED = 12  # bytes of a checkpoint per trained parameter: without the gradient
 def preflight(recipe: Recipe, machine: Machine) -> RunMemory:
     """The run's memory; raises ValueError for whatever else is known to fail later in the run. Writes nothing."""
     target = check_harvest(recipe, machine.is_here)
-    samples = recipe.data.num_prompts
-    if recipe.data.store is None:
-        refuse_few_rows(recipe)
-    else:
-        samples = len(FeatureStore(recipe.data.store, "train"))
+    data, step = recipe.data, recipe.train.batch_size
+    samples = most_samples(data, enough=step) if data.store is None else len(FeatureStore(data.store, "train"))
     refuse_sizes(recipe, machine.ranks, samples)
     refuse_unusable_wandb()
     if recipe.train.start_from is not None:
@@ -61,19 +58,8 @@ def refuse_sizes(recipe: Recipe, num_ranks: int, num_samples: int, num_heldout: 
         remedy = f"lower it or raise train.batch_size, {size} for {num_ranks} ranks"
         raise wrong_value("train.accumulate", accumulate, f"up to {most} is", remedy)
     if size > num_samples:
-        remedy = f"lower it, or raise data.num_prompts for more training samples than {num_samples}"
+        remedy = f"lower it, or give more prompts (data.prompts, data.num_prompts) than {num_samples}"
         raise wrong_value("train.batch_size", size, f"up to {num_samples} is", remedy)
-
-
-def refuse_few_rows(recipe: Recipe) -> None:
-    """Raise ValueError if the prompts cannot fill one training step."""
-    data, step = recipe.data, recipe.train.batch_size
-    rows = most_samples(data, enough=step)
-    if rows < min(step, data.num_prompts):
-        raise ValueError(
-            f"data.prompts: {data.prompts} given, which has {rows} row{'s' * (rows != 1)}; {step} or more are allowed, "
-            f"as many as train.batch_size; add prompts, or write train.batch_size={max(rows, 1)}"
-        )
 
 
 def print_plan(memory: RunMemory) -> None:

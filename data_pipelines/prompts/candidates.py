@@ -26,11 +26,11 @@ from headstart.common.files import append_jsonl, read_growing_jsonl, remove, res
 from headstart.common.progress import Progress
 from headstart.data_pipelines.prompts.chat_masks import ChatMasks, MaskedTokens, with_images
 from headstart.data_pipelines.prompts.conversations import Conversation
+from headstart.data_pipelines.prompts.row_report import TOO_LONG
 from headstart.data_pipelines.prompts.rows import BadRow
 from headstart.data_pipelines.prompts.selection import (
     PICTURE,
     RECENT_CANDIDATES,
-    RECENT_USABLE_MIN,
     Selection,
     shows_picture,
 )
@@ -51,7 +51,7 @@ from headstart.recipes.schema import SELF, DataSection
 Write = Callable[[list[Request]], list[Generation]]
 CANDIDATES = "candidates.jsonl"
 BATCHES_TOGETHER = 16  # batches of data.generate_batch candidates that are appended together
-USABLE_SHARE_AT_START, SPARE_FACTOR = 0.8, 1.02  # to guess how many candidates give the missing prompts
+USABLE_SHARE_AT_START = 0.8  # to guess how many candidates give the missing prompts
 LETTERS_MIN = 10  # in a user turn; fewer letters are not a question
 
 # Rendered in place of the user's words, to find the text around them; common words, tokenized as usual.
@@ -60,7 +60,6 @@ REMEDY = "or name a file of prompts in data.prompts"
 
 # Reasons to reject a candidate.
 CUT = "no end within data.self_prompt_tokens"
-TOO_LONG = "too long"
 TOO_SHORT = "too short"
 MARKS = "template marks"
 
@@ -168,16 +167,24 @@ def pictures_in(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class CandidateWriter:
-    """Writes candidates with a function that carries out requests."""
+    """Makes requests for candidates, and candidates of what the target has written."""
 
     recipe: Recipe
     template: UserTemplate
-    write: Write
     end_tokens: Sequence[int]  # the target's
     vocab_size: int  # the target's
     with_defaults: Callable[[Request], Request] = lambda request: request  # adds the target's default sampling
 
-    def candidates(self, numbers: Iterable[int]) -> list[Json]:
+    def write_all(self, numbers: Sequence[int], journal: Path, label: str, write: Write) -> None:
+        """Append the candidates of these numbers to a journal, by a function that carries out requests."""
+        size = (ROUNDS_IN_MEMORY if self.template.paths else BATCHES_TOGETHER) * self.recipe.data.generate_batch
+        with Progress(label, len(numbers), "candidates", active=PartialState().is_main_process) as progress:
+            for start in range(0, len(numbers), size):
+                rows = self.candidates(numbers[start : start + size], write)
+                append_jsonl(journal, rows)
+                progress.advance(len(rows))
+
+    def candidates(self, numbers: Iterable[int], write: Write) -> list[Json]:
         """The candidates of these numbers, finished or rejected."""
         rejected, requests = list[Json](), dict[int, Request]()
         for number in numbers:
@@ -185,8 +192,7 @@ class CandidateWriter:
                 requests[number] = self._request(number)
             except BadRow as error:
                 rejected.append({"candidate": number, "turns": [str(error)], "tokens": [], "rejected": error.kind})
-        written = self.write([*requests.values()])
-        return rejected + [self._candidate(*each) for each in zip(requests, written, strict=True)]
+        return rejected + [self._candidate(*each) for each in zip(requests, write([*requests.values()]), strict=True)]
 
     def _request(self, number: int) -> Request:
         """Raises BadRow for a picture that cannot be read, or is too large."""
@@ -259,7 +265,9 @@ def write_candidates(
         state.wait_for_everyone()
         target = load()
         max_batch = texts_together(recipe, target, recipe.data.prompt_tokens)
-        work = partial(write_share, recipe, template, target, target.ranks.share(numbers), journal, label)
+        defaults, vocab_size = TargetDefaults.of(target), target.config.vocab_size
+        writer = CandidateWriter(recipe, template, target.end_tokens, vocab_size, defaults.applied)
+        work = partial(writer.write_all, target.ranks.share(numbers), journal, label)
         target.ranks.carry_out(partial(generate_batch, target, max_batch=max_batch), work)
         state.wait_for_everyone()
     if state.is_main_process:
@@ -276,38 +284,16 @@ def keep_pictures(template: UserTemplate, numbers: Sequence[int]) -> None:
             progress.advance(1)
 
 
-def write_share(
-    recipe: Recipe,
-    template: UserTemplate,
-    target: TargetModel,
-    numbers: Sequence[int],
-    journal: Path,
-    label: str,
-    write: Write,
-) -> None:
-    """Append this rank's candidates to its journal."""
-    with_defaults = TargetDefaults.of(target).applied
-    size = (ROUNDS_IN_MEMORY if template.paths else BATCHES_TOGETHER) * recipe.data.generate_batch
-    writer = CandidateWriter(recipe, template, write, target.end_tokens, target.config.vocab_size, with_defaults)
-    with Progress(label, len(numbers), "candidates", active=PartialState().is_main_process) as progress:
-        for start in range(0, len(numbers), size):
-            rows = writer.candidates(numbers[start : start + size])
-            append_jsonl(journal, rows)
-            progress.advance(len(rows))
-
-
 def next_candidates(recipe: Recipe, selection: Selection) -> tuple[list[int], str]:
     """Take the written candidates; then the numbers to write next, with a label. None if there are enough prompts."""
     written = read_candidates(recipe.prompts_dir)
     selection.take_all(written)
     if not selection.missing:
         return [], ""
-    share = USABLE_SHARE_AT_START
-    if selection.next:
-        recent = [*selection.recent[False], *selection.recent[True]]
-        share = max(sum(recent) / len(recent), 1 / RECENT_CANDIDATES)
-    size = max(math.ceil(selection.missing / share * SPARE_FACTOR), recipe.data.generate_batch)
-    if not selection.next or share < 2 * RECENT_USABLE_MIN / RECENT_CANDIDATES:  # it may give up after these
+    # As after RECENT_CANDIDATES others.
+    share = (selection.accepted + USABLE_SHARE_AT_START * RECENT_CANDIDATES) / (selection.next + RECENT_CANDIDATES)
+    size = max(math.ceil(selection.missing / share), recipe.data.generate_batch)
+    if not selection.next:  # it may give up after these
         size = min(size, RECENT_CANDIDATES)
     missing = (number for number in count(selection.next) if number not in written)
     return list(islice(missing, size)), f"prompts ({selection.accepted:,} of {selection.wanted:,} kept)"

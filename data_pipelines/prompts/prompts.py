@@ -18,7 +18,7 @@ from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.prompts.candidates import UserTemplate, read_candidates, write_candidates
 from headstart.data_pipelines.prompts.chat_masks import ChatMasks, samples_of
 from headstart.data_pipelines.prompts.conversations import Conversation, parse_row, unread_keys
-from headstart.data_pipelines.prompts.row_report import CANDIDATE, RowReport
+from headstart.data_pipelines.prompts.row_report import CANDIDATE, HELD_OUT, RowReport
 from headstart.data_pipelines.prompts.rows import BadRow, read_rows, source_digest
 from headstart.data_pipelines.prompts.selection import Key, Selection, key_of, opening_texts
 from headstart.data_pipelines.stages.shard_work import refuse_parts_at_work, start_processes
@@ -138,7 +138,7 @@ def refuse_other_start(stage: Stage, rows: PromptRows) -> None:
 
 
 def write_report(stage: Stage, rows: PromptRows) -> None:
-    write_text(stage.folder / ROW_REPORT, json.dumps([report.to_json() for report in rows.reports], indent=1))
+    write_text(stage.folder / ROW_REPORT, json.dumps([vars(report) for report in rows.reports], indent=1))
 
 
 def write_prompts(stage: Stage, rows: PromptRows, template: ChatTemplate) -> None:
@@ -172,8 +172,8 @@ def read_reports(recipe: Recipe) -> list[RowReport]:
     path = recipe.prompts_dir / ROW_REPORT
     try:
         train, heldout = json.loads(path.read_text())
-        return [RowReport.from_json(train), RowReport.from_json(heldout)]
-    except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
+        return [RowReport(**train), RowReport(**heldout)]
+    except (FileNotFoundError, ValueError, TypeError) as error:
         advice = "Remove the prompts' stage.json, and the same command makes both again"
         removal = f"{advice}: {shlex.join(['rm', str(path.with_name('stage.json'))])}"
         raise ValueError(f"{path} cannot be read ({error}); it must hold the report on the rows. {removal}") from error
@@ -266,18 +266,17 @@ def read_prompts(
             report.reject(row.line, error)
             continue
         if any(key_of(sample) in held_out for sample in samples):
-            report.held_out.append(row.line)
+            report.reject(row.line, BadRow(HELD_OUT, "its prompt is held out too"))
             continue
         rows += [{"id": len(rows) + place, **sample} for place, sample in enumerate(samples)]
         report.unread.update(sorted(unread_keys(row.read(), parsed)))
         if isinstance(parsed, Conversation) and parsed.tools and not template.writes_tools:
             report.unread[UNSEEN_TOOLS] += 1
         if data.responses == "given" and isinstance(parsed, Conversation) and parsed.answered() != parsed:
-            report.unanswered.append(row.line)
+            report.unanswered += 1
         if any(sample["cut"] for sample in samples):
-            report.cut.append(row.line)
-            if isinstance(parsed, Conversation) and parsed.has_system:
-                report.lost_system.append(row.line)
+            report.cut += 1
+            report.lost_system += isinstance(parsed, Conversation) and parsed.has_system
     report.samples, report.added, report.without_end = len(rows[:count]), chat.added, chat.without_end
     return rows[:count]
 

@@ -74,6 +74,11 @@ def journal_of(path: Path) -> Path:
     return path.with_name(path.name + ".journal")
 
 
+def is_answered(recipe: Recipe, shard: ShardPrompts) -> bool:
+    path = responses_path(recipe, shard)
+    return path.exists() and not journal_of(path).exists()
+
+
 @dataclass(frozen=True)
 class Response:
     """A sample without its features: its tokens, which of them are trained on, and the pictures of its prompt."""

@@ -7,7 +7,7 @@ from headstart.data_pipelines.prompts.rows import BadRow
 from headstart.data_pipelines.stages.stage import Json
 from headstart.recipes.schema import DataSection
 
-TOO_LONG = "too long"  # given texts that are left out without counting as unusable
+TOO_LONG, HELD_OUT = "too long", "held out too"  # kinds of rows that are left out without counting as unusable
 UNUSABLE_SHARE_MAX = 0.01  # largest share of unusable rows
 NAMED_ROWS_MAX = 5  # unusable rows named in a message; the report lists all
 CANDIDATE = "candidate"  # `counts` of a report on self-written rows
@@ -24,68 +24,50 @@ class RowReport:
     counts: str = "line"  # the unit of row numbers: line, row or candidate
     rows: int = 0
     samples: int = 0
-    bad: list[Json] = field(default_factory=list)  # {line, kind, why}
-    cut: list[int] = field(default_factory=list)  # lines whose prompt was too long and lost its beginning
-    lost_system: list[int] = field(default_factory=list)  # rows whose system turn was cut off
-    too_long: list[int] = field(default_factory=list)  # lines left out because they are too long
-    held_out: list[int] = field(default_factory=list)  # lines left out because they are held out too
-    unanswered: list[int] = field(default_factory=list)  # lines that lost the turns after their last answer
+    left_out: list[Json] = field(default_factory=list)  # {line, kind, why} of each row that gave no sample
+    cut: int = 0  # rows whose prompt was too long and lost its beginning
+    lost_system: int = 0  # those whose system turn was cut off
+    unanswered: int = 0  # rows that lost the turns after their last answer
+    without_end: int = 0  # answers after which the chat template writes no end mark
     unread: Counter[str] = field(default_factory=Counter)  # fields that are not read -> rows
     added: Counter[str] = field(default_factory=Counter)  # text that the template adds before words -> answers
-    without_end: int = 0  # answers after which the chat template writes no end mark
 
     def reject(self, line: int, error: BadRow) -> None:
         """Count a row that gives no sample."""
-        if error.kind == TOO_LONG:
-            self.too_long.append(line)
-        else:
-            self.bad.append({"line": line, "kind": error.kind, "why": str(error)})
+        self.left_out.append({"line": line, "kind": error.kind, "why": str(error)})
 
-    def to_json(self) -> Json:
-        kinds = Counter(row["kind"] for row in self.bad)
-        return {**vars(self), "bad": dict(kinds), "bad_rows": self.bad}
+    @property
+    def bad(self) -> list[Json]:
+        """The unusable rows."""
+        return [row for row in self.left_out if row["kind"] not in (TOO_LONG, HELD_OUT)]
 
-    @classmethod
-    def from_json(cls, content: Json) -> "RowReport":
-        report = cls(content["source"])
-        known = {name: content[name] for name in vars(report) if name in content}
-        vars(report).update(known | {"bad": content["bad_rows"]})
-        return report
+    @property
+    def held_out(self) -> list[int]:
+        """Lines left out because they are held out too."""
+        return [row["line"] for row in self.left_out if row["kind"] == HELD_OUT]
 
     def check(self) -> None:
         """Raise ValueError if too many rows are unusable or held out too, or no row is usable."""
-        if len(self.bad) > UNUSABLE_SHARE_MAX * self.rows:
-            named = [f"{self.source} {self.counts} {row['line']}: {row['why']}" for row in self.bad[:NAMED_ROWS_MAX]]
-            more = [f"and {len(self.bad) - NAMED_ROWS_MAX} more"] if len(self.bad) > NAMED_ROWS_MAX else []
-            summary = f"{len(self.bad)} of {self.rows} rows are unusable, up to {UNUSABLE_SHARE_MAX:.0%} are allowed:"
+        if len(bad := self.bad) > UNUSABLE_SHARE_MAX * self.rows:
+            named = [f"{self.source} {self.counts} {row['line']}: {row['why']}" for row in bad[:NAMED_ROWS_MAX]]
+            more = [f"and {len(bad) - NAMED_ROWS_MAX} more"] if len(bad) > NAMED_ROWS_MAX else []
+            summary = f"{len(bad)} of {self.rows} rows are unusable, up to {UNUSABLE_SHARE_MAX:.0%} are allowed:"
             raise ValueError("\n  ".join([summary, *named, *more]) + "\nfix or remove them")
-        if len(self.held_out) > HELD_OUT_SHARE_MAX * self.rows:
-            lines = ", ".join(map(str, self.held_out[:NAMED_ROWS_MAX])) + (
-                ", ..." if len(self.held_out) > NAMED_ROWS_MAX else ""
-            )
-            problem = f"{len(self.held_out)} of {self.rows} rows of {self.source} are held out too"
+        if len(held_out := self.held_out) > HELD_OUT_SHARE_MAX * self.rows:
+            lines = ", ".join([*map(str, held_out[:NAMED_ROWS_MAX]), *["..."] * (len(held_out) > NAMED_ROWS_MAX)])
+            problem = f"{len(held_out)} of {self.rows} rows of {self.source} are held out too"
             allowed = f"up to {HELD_OUT_SHARE_MAX:.0%} are allowed; remove them from one of the two files"
             raise ValueError(f"data.heldout_prompts: {problem} ({self.counts} {lines}), {allowed}")
         if self.samples == 0:
             read = ", ".join([f"{self.rows} rows read", *self.dropped()])
             raise ValueError(f"{self.source} has no prompts ({read}); give at least one usable row")
 
-    def left_out_rows(self) -> list[Json]:
-        """{line, kind, why} of every row that gave no sample, in order."""
-        held_out = [{"line": line, "kind": "held out", "why": "its prompt is held out too"} for line in self.held_out]
-        too_long = [
-            {"line": line, "kind": TOO_LONG, "why": "longer than data.prompt_tokens and data.response_tokens"}
-            for line in self.too_long
-        ]
-        return sorted([*self.bad, *held_out, *too_long], key=lambda row: row["line"])
-
     def dropped(self) -> list[str]:
         """In words, why rows gave no sample."""
-        kinds = ", ".join(f"{kind} {count:,}" for kind, count in Counter(row["kind"] for row in self.bad).items())
-        reasons = [f"{len(self.bad):,} unusable ({kinds})"] if self.bad else []
-        reasons += [f"{len(self.held_out)} held out too"] if self.held_out else []
-        reasons += [f"{len(self.too_long)} too long"] if self.too_long else []
-        return reasons
+        kinds, bad = Counter(row["kind"] for row in self.left_out), Counter(row["kind"] for row in self.bad)
+        named = ", ".join(f"{kind} {count:,}" for kind, count in bad.items())
+        reasons = [f"{bad.total():,} unusable ({named})"] if bad else []
+        return reasons + [f"{kinds[kind]} {kind}" for kind in (HELD_OUT, TOO_LONG) if kinds[kind]]
 
     def summary(self, name: str, data: DataSection) -> str:
         """One line for the user: what was read, dropped and cut, and why."""
@@ -96,10 +78,10 @@ class RowReport:
         if dropped := self.dropped():
             parts.append(f"dropped {', '.join(dropped)}")
         if self.cut:
-            lost = f", with it the system turn of {len(self.lost_system):,}" if self.lost_system else ""
-            parts.append(f"cut the beginning of {len(self.cut):,} to fit data.prompt_tokens={data.prompt_tokens}{lost}")
+            lost = f", with it the system turn of {self.lost_system:,}" if self.lost_system else ""
+            parts.append(f"cut the beginning of {self.cut:,} to fit data.prompt_tokens={data.prompt_tokens}{lost}")
         if self.unanswered:
-            parts.append(f"dropped the turns after the last answer of {len(self.unanswered):,}")
+            parts.append(f"dropped the turns after the last answer of {self.unanswered:,}")
         parts += [f"the chat template adds {text!r} before {count:,} answers" for text, count in self.added.items()]
         if self.without_end:
             parts.append(f"the chat template writes no end mark after {self.without_end:,} answers, so none is learned")

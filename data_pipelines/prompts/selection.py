@@ -19,7 +19,13 @@ from headstart.data_pipelines.prompts.conversations import (
     parse_row,
     texts_of,
 )
-from headstart.data_pipelines.prompts.row_report import CANDIDATE, NAMED_ROWS_MAX, UNUSABLE_SHARE_MAX, RowReport
+from headstart.data_pipelines.prompts.row_report import (
+    CANDIDATE,
+    HELD_OUT,
+    NAMED_ROWS_MAX,
+    UNUSABLE_SHARE_MAX,
+    RowReport,
+)
 from headstart.data_pipelines.prompts.rows import BadRow, read_rows
 from headstart.data_pipelines.stages.stage import Json
 from headstart.inference.targets.chat_template import ChatTemplate
@@ -30,7 +36,6 @@ SIMILARITY_MIN = 0.7  # Jaccard similarity from which two texts are near-duplica
 PERMUTATIONS, BANDS = 128, 32  # MinHash: misses a pair with a similarity of 0.7 once in 5,000 times
 FACTORS = np.random.default_rng(0).integers(2**63, size=PERMUTATIONS, dtype=np.uint64) * 2 + 1
 REPEATS = "repeats another"
-HELD_OUT = "held out too"
 PICTURE = "picture"  # it cannot be read
 RECENT_CANDIDATES, RECENT_USABLE_MIN = 500, 5  # the selection gives up if fewer of a kind's last ones are usable
 # The tokens, and digests of pictures, by which a training sample and a held-out one are recognised as the same.
@@ -144,15 +149,13 @@ class Selection:
             rows.append({"id": len(rows), "tokens": candidate["tokens"], "cut": False, **images_of(candidate)})
             report.samples += 1
             self.accepted += 1
-        elif reason == HELD_OUT:
-            report.held_out.append(candidate["candidate"])
         else:
             words = opening if reason == PICTURE else textwrap.shorten(opening, 80, placeholder="...")
-            report.bad.append({"line": candidate["candidate"], "kind": reason, "why": words})
+            report.reject(candidate["candidate"], BadRow(reason, words))
         recent = self.recent[shows_picture(self.data, candidate["candidate"])]
         recent.append(reason is None)
-        bad = [row for each in self.reports for row in each.bad] if reason == PICTURE else []
-        broken = [row["why"] for row in bad if row["kind"] == PICTURE]
+        rejected = [row for each in self.reports for row in each.left_out] if reason == PICTURE else []
+        broken = [row["why"] for row in rejected if row["kind"] == PICTURE]
         if len(broken) > UNUSABLE_SHARE_MAX * max(self.next, RECENT_CANDIDATES):
             problem = f"{len(broken)} of {self.next} candidates show pictures that cannot be read"
             lines = [f"{problem}, up to {UNUSABLE_SHARE_MAX:.0%} are allowed:", *sorted({*broken})[:NAMED_ROWS_MAX]]
@@ -163,9 +166,7 @@ class Selection:
     def rejections(self) -> dict[str, int]:
         """The rejected candidates by reason."""
         reports = [report for report in self.reports if report.counts == CANDIDATE]
-        counts = Counter(row["kind"] for report in reports for row in report.bad)
-        held_out = sum(len(report.held_out) for report in reports)
-        return dict(counts.most_common()) | ({HELD_OUT: held_out} if held_out else {})
+        return dict(Counter(row["kind"] for report in reports for row in report.left_out).most_common())
 
     def _gives_up(self, usable: int) -> str:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in self.rejections().items())

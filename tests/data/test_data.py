@@ -127,7 +127,7 @@ def test_a_row_that_was_mended_needs_no_other_run_dir(harvested: Path, tmp_path:
     with pytest.raises(ValueError, match="text is a number"):
         make_prompts(recipe)
     [report, _] = json.loads((recipe.prompts_dir / "rows.json").read_text())
-    assert [row["line"] for row in report["bad_rows"]] == [1]
+    assert [row["line"] for row in report["left_out"]] == [1]
     path.write_text(good)
     assert make_prompts(recipe).facts()["train"] == 12
 

@@ -117,7 +117,7 @@ def test_broken_and_large_pictures_are_counted_and_named_and_too_many_broken_one
     make_prompts_alone(recipe)
     large = {row["turns"][0] for row in candidates(recipe).values() if row["rejected"] == "too long"}
     assert large == {"72 tokens before the user's words"}
-    bad = [row for report in json.loads((recipe.prompts_dir / "rows.json").read_text()) for row in report["bad_rows"]]
+    bad = [row for report in json.loads((recipe.prompts_dir / "rows.json").read_text()) for row in report["left_out"]]
     named = {row["why"] for row in bad if row["kind"] == "picture"}
     assert ["data.self_pictures: red.png: " in why and "unreadable" in why for why in named] == [True]
     for path in shown.iterdir():

@@ -161,8 +161,8 @@ def test_what_is_wrong_with_a_candidate_alone_is_found(folder, tmp_path, said, e
     template = UserTemplate(ChatTemplate(tokenizer), recipe.data)
     size = len(tokenizer)
     tokenizer.add_tokens(["[PAD]"])
-    writer = CandidateWriter(recipe, template, scripted(said, tokenizer, ends), [0], size)
-    [candidate] = writer.candidates([5])
+    writer = CandidateWriter(recipe, template, [0], size)
+    [candidate] = writer.candidates([5], scripted(said, tokenizer, ends))
     assert (candidate["candidate"], candidate["rejected"]) == (5, why)
     assert candidate["tokens"] == (template.prompt(WORDS).tokens if why is None else [])
 

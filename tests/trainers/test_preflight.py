@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CASES = table("""
 no CUDA device | target.device=cuda => target.device | 'cuda' given | one of auto, cpu | choose another
 no other device | target.device=mps => target.device | 'mps' given | one of auto, cpu | choose another
-one row | data.prompts={folder}/one.jsonl => data.prompts | which has 1 row; | 3 or more | train.batch_size=1
+one row | data.prompts={folder}/one.jsonl => train.batch_size | 3 given | up to 1 is allowed | more prompts
 no held-out row | data.heldout_prompts={folder}/empty.jsonl => data.heldout_prompts | empty.jsonl given
 a batch above the prompts | train.batch_size=13 => train.batch_size | 13 given | up to 12 is allowed | lower it
 more micro-batches than samples | train.accumulate=4 => train.accumulate | 4 given | up to 3 is allowed | lower it
