@@ -149,7 +149,7 @@ class Harvest:
         with self.main_rank_first():
             take_over_responses(recipe, responses, self.shards)
         if not responses.is_complete() and recipe.data.online is None:
-            prompt_tokens = sum(len(row["text"] if "text" in row else row["tokens"]) for row in rows)
+            prompt_tokens = sum(len(row["tokens"] + row.get("response", [])) for row in rows)
             written = recipe.data.response_tokens * len(rows) if recipe.data.responses == "target" else 0
             self.say(check_disk(recipe, self.config, self.taps, prompt_tokens, prompt_tokens + written))
         return responses

@@ -57,8 +57,7 @@ def training_rows(recipe: Recipe, prompts: Stage) -> Iterator[Json]:
             yield from read_jsonl(path)
         return
     for row in read_jsonl(prompts.folder / "train.jsonl"):
-        text_row = {"tokens": row["text"], "spans": row["spans"]} if "spans" in row else None
-        yield text_row or {"prompt": row["tokens"], "response": []}
+        yield {"response": [], **row, "prompt": row["tokens"]}
 
 
 def coloured(tokenizer: Tokenizer, text: Response) -> Coloured:

@@ -31,7 +31,7 @@ def take_over_responses(recipe: Recipe, stage: Stage, prompts: list[ShardPrompts
     written = {path: list(read_jsonl(path)) for path in sorted(stage.folder.glob("*.jsonl"))}
     journals = {path: resume_jsonl(journal_of(path)) for path in shards}
     for path, rows in [*written.items(), *journals.items()]:
-        if path not in shards or not belong_to(rows, shards[path]):
+        if path not in shards or not belong_to(recipe, rows, shards[path]):
             stage.refuse(f"{path.name} answers other prompts, so the run cannot continue from these responses")
     stage.claim(stage.claimed_for())  # not complete from here on
     for path, rows in written.items():
@@ -45,17 +45,11 @@ def take_over_responses(recipe: Recipe, stage: Stage, prompts: list[ShardPrompts
     print(f"responses: {reused:,} of {total:,} are reused, {total - reused:,} are new")
 
 
-def belong_to(rows: list[Json], shard: ShardPrompts) -> bool:
+def belong_to(recipe: Recipe, rows: list[Json], shard: ShardPrompts) -> bool:
     """Whether each of these responses, in any order, answers the prompt with the same id in the shard."""
-    prompts = {
-        row["id"]: (row.get("images"), *((row["text"], row["spans"]) if "spans" in row else (row["tokens"],)))
-        for row in shard.rows
-    }
-    return all(
-        prompts.get(row["id"])
-        == (row.get("images"), *((row["tokens"], row["spans"]) if "spans" in row else (row["prompt"],)))
-        for row in rows
-    )
+    names = ["images", "spans"] + ["response"] * (recipe.data.responses == "given")
+    prompts = {row["id"]: [row["tokens"], *map(row.get, names)] for row in shard.rows}
+    return all(prompts.get(row["id"]) == [row["prompt"], *map(row.get, names)] for row in rows)
 
 
 def take_over_features(recipe: Recipe, stage: Stage, prompts: list[ShardPrompts], identities: dict[str, str]) -> None:

@@ -12,8 +12,7 @@ from headstart.common.remote import cache_limit, check_access, pull, url_of
 from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import read_manifest
 from headstart.data_pipelines.prompts.candidates import UserTemplate
-from headstart.data_pipelines.prompts.conversations import Conversation, parse_row
-from headstart.data_pipelines.prompts.rows import BadRow, Row, read_rows
+from headstart.data_pipelines.prompts.rows import read_rows
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.kinds.checkpoint import load_taps
 from headstart.heads.target_config import SAFE_FILES, TargetConfig, folder_of
@@ -85,7 +84,7 @@ def refuse_unwritable(field: str, folder: Path) -> None:
 
 
 def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Raise ValueError if a file of prompts has no rows, or a chat template is needed and missing."""
+    """Raise ValueError if a file of prompts has no rows, or the target cannot write its own."""
     data = recipe.data
     sources = {} if data.holds_out_own_prompts else {"data.heldout_prompts": str(data.heldout_prompts)}
     if data.prompts == SELF:
@@ -94,21 +93,8 @@ def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
     elif not data.prompts.startswith(HUB_PREFIX):
         sources["data.prompts"] = data.prompts
     for field, source in sources.items():
-        first = next(iter(read_rows(source)), None)
-        if first is None:
+        if next(iter(read_rows(source)), None) is None:
             raise ValueError(f"{field}: {source} given, a file with one row or more is allowed; add prompts to it")
-        if tokenizer.chat_template is None and is_conversation(first):
-            allowed = "without a chat template rows of prompt or text are allowed: give such rows"
-            remedy = f"{allowed}, or put a chat_template.jinja into {recipe.target.path}"
-            raise ValueError(f"{field}: row {first.line} of {source} is a conversation; {remedy}")
-
-
-def is_conversation(row: Row) -> bool:
-    """Whether a row is a conversation; unusable rows are left to the harvest, which counts and names them."""
-    try:
-        return isinstance(parse_row(row.read(), lambda text: False), Conversation)
-    except BadRow:
-        return False
 
 
 def check_disk(recipe: Recipe, config: TargetConfig, taps: tuple[int, ...], least: int, most: int) -> str:

@@ -106,11 +106,6 @@ class RunMemory:
         passing = max(need.size for need in self.needs if need.passes)
         return passing + sum(need.size for need in self.needs if not need.passes)
 
-    @property
-    def trained(self) -> int:
-        """The number of parameters that learn."""
-        return num_parameters(self.head) + (0 if self.recipe.joint.mode is None else self.tuned)
-
     @cached_property
     def model(self) -> Any:
         """The target that is trained with its heads, without weights."""
@@ -119,8 +114,10 @@ class RunMemory:
     @property
     def tuned(self) -> int:
         """The number of the target's parameters that joint.mode trains: its layers', or the adapters' own."""
-        layers, joint = decoder_layers(self.model), self.recipe.joint
-        return num_parameters(layers) if joint.mode == "full" else joint.lora_rank * linear_widths(layers)
+        if (mode := self.recipe.joint.mode) is None:
+            return 0
+        layers = decoder_layers(self.model)
+        return num_parameters(layers) if mode == "full" else self.recipe.joint.lora_rank * linear_widths(layers)
 
     @property
     def samples(self) -> int:

@@ -99,11 +99,11 @@ def data_rows(memory: RunMemory) -> list[tuple[str, str, str]]:
         tokens, taps = samples * data.longest_sample, len(stored_taps(memory.head.taps, config.num_layers))
         per_token = 0 if data.online else bytes_per_token(config.hidden_size, taps, data.dtype)
         stored = per_token * (samples + data.heldout_samples) * data.longest_sample
-    epoch = samples / train.batch_size
+    epoch, trained = samples / train.batch_size, num_parameters(memory.head) + memory.tuned
     return [
         ("tokens per epoch", f"{at_most}{tokens:,}", f"{samples:,} samples, {why}"),
         ("steps per epoch", f"{epoch:,.1f}", f"train.batch_size {train.batch_size}"),
         ("epochs of the run", f"{train.steps / epoch:,.2f}", f"train.steps {train.steps:,}"),
         ("features on disk", f"{at_most}{decimal(stored)}", why),
-        ("checkpoints on disk", f"at most {decimal(KEPT * SAVED * memory.trained)}", f"the newest {KEPT}"),
+        ("checkpoints on disk", f"at most {decimal(KEPT * SAVED * trained)}", f"the newest {KEPT}"),
     ]

@@ -221,9 +221,9 @@ def samples_of(chat: ChatMasks, parsed: Parsed, row: Json, data: DataSection) ->
         if len(given.tokens) > data.longest_sample:
             why = f"{len(given.tokens)} tokens; data.prompt_tokens and data.response_tokens allow {data.longest_sample}"
             raise BadRow(TOO_LONG, why)
-        prompt = given.tokens[: given.spans[-1][0]]
-        spans = [list(span) for span in given.spans]
-        yield {"tokens": prompt, "cut": False, "text": given.tokens, "spans": spans, **with_images(given)}
+        start, spans = given.spans[-1][0], [list(span) for span in given.spans]
+        tokens, response = given.tokens[:start], given.tokens[start:]
+        yield {"tokens": tokens, "cut": False, "response": response, "spans": spans, **with_images(given)}
 
 
 def with_images(text: MaskedTokens) -> Json:

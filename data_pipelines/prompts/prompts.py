@@ -98,7 +98,7 @@ def make_prompts(recipe: Recipe) -> Stage:
     """Write prompts/train.jsonl, prompts/heldout.jsonl and a report on the source rows, unless they are complete.
 
     A row is {id, tokens, cut}: the prompt's tokens, and whether its beginning was cut off. With data.responses given it
-    also has `text`, all tokens of the sample, and `spans`, the token ranges to train on. If the source or
+    also has `response`, the tokens after them, and `spans`, the ranges of both to train on. If the source or
     data.num_prompts grew and the existing prompts remain the first, the new ones are added. Raises ValueError
     if too many source rows are unusable, or the existing prompts were made from other inputs.
     """
@@ -283,7 +283,7 @@ def read_prompts(
 
 def refuse_unknown(samples: list[Json], vocab_size: int) -> None:
     """Raise BadRow for tokens outside the target's vocabulary: a row's own, or of tokens added to the tokenizer."""
-    tokens = [token for sample in samples for token in (sample.get("text") or sample["tokens"])]
+    tokens = [token for sample in samples for token in sample["tokens"] + sample.get("response", [])]
     if unknown := [token for token in (min(tokens), max(tokens)) if not 0 <= token < vocab_size]:
         raise BadRow("unknown token", f"token {unknown[0]} given; the target's tokens are 0 to {vocab_size - 1}")
 

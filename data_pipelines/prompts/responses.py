@@ -89,13 +89,11 @@ class Response:
 
     @classmethod
     def from_row(cls, row: Json) -> "Response":
-        if "spans" not in row:
-            mask = [False] * len(row["prompt"]) + [True] * len(row["response"])
-            return cls(row["prompt"] + row["response"], mask, row.get("images"))
-        mask = [False] * len(row["tokens"])
-        for start, end in row["spans"]:
+        tokens = row["prompt"] + row["response"]
+        mask = [False] * len(tokens)
+        for start, end in row.get("spans", [(len(row["prompt"]), len(tokens))]):
             mask[start:end] = [True] * (end - start)
-        return cls(row["tokens"], mask, row.get("images"))
+        return cls(tokens, mask, row.get("images"))
 
 
 def read_texts(path: Path) -> list[Response]:
@@ -105,7 +103,10 @@ def read_texts(path: Path) -> list[Response]:
 
 def write_given(recipe: Recipe, shard: ShardPrompts) -> None:
     """Write the given conversations of a shard, which the prompts stage has tokenized, as responses."""
-    rows = [{"id": row["id"], "tokens": row["text"], "spans": row["spans"], **images_of(row)} for row in shard.rows]
+    rows = [
+        {"prompt" if name == "tokens" else name: value for name, value in row.items() if name != "cut"}
+        for row in shard.rows
+    ]
     write_jsonl(responses_path(recipe, shard), rows)
 
 

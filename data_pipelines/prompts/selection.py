@@ -45,8 +45,7 @@ Key = tuple[int | str, ...]
 def key_of(row: Json) -> Key:
     """The prompt's tokens and pictures, by which a row is known, or the full text if it has no prompt."""
     prompt: list[int] = row["tokens"]
-    text: list[int] = row.get("text", prompt)
-    return (*(prompt if len(prompt) > 1 else text), *pictures_of(row))
+    return (*prompt, *(row.get("response", ()) if len(prompt) < 2 else ()), *pictures_of(row))
 
 
 def pictures_of(row: Json) -> tuple[str, ...]:
@@ -67,16 +66,19 @@ class SeenTexts:
     """Texts that a new one must not repeat."""
 
     def __init__(self) -> None:
-        self.by_band = defaultdict[tuple[int, bytes], list[str]](list)
+        self.by_band = defaultdict[tuple[int, bytes], list[tuple[str, str]]](list)  # texts and their kinds
 
-    def has_similar(self, text: str) -> bool:
+    def similar(self, text: str) -> str | None:
+        """The kind of a text that this one repeats; None if there is none."""
         pieces = shingles(text)
-        neighbours = {other for band in bands(pieces) for other in self.by_band.get(band, ())}
-        return any(len(pieces & each) / len(pieces | each) >= SIMILARITY_MIN for each in map(shingles, neighbours))
+        for other, kind in {each: None for band in bands(pieces) for each in self.by_band.get(band, ())}:
+            if len(pieces & (others := shingles(other))) / len(pieces | others) >= SIMILARITY_MIN:
+                return kind
+        return None
 
-    def add(self, text: str) -> None:
+    def add(self, text: str, kind: str) -> None:
         for band in bands(shingles(text)):
-            self.by_band[band].append(text)
+            self.by_band[band].append((text, kind))
 
 
 def bands(pieces: Set[str]) -> Iterable[tuple[int, bytes]]:
@@ -113,10 +115,9 @@ class Selection:
         # Whether each became a prompt, by whether it is about a picture.
         self.recent = {kind: deque[bool](maxlen=RECENT_CANDIDATES) for kind in (False, True)}
         self.held_out_keys = {key_of(row) for row in rows}
-        self.held_out_texts = SeenTexts()
         self.openings = defaultdict[tuple[str, ...], SeenTexts](SeenTexts)  # by the pictures that they are about
         for text in texts:
-            self.held_out_texts.add(text)
+            self.openings[()].add(text, HELD_OUT)
 
     @property
     def wanted(self) -> int:
@@ -140,12 +141,10 @@ class Selection:
         report.rows += 1
         opening, reason, shown = candidate["turns"][0], candidate["rejected"], pictures_of(candidate)
         if reason is None:
-            if key_of(candidate) in self.held_out_keys or (not shown and self.held_out_texts.has_similar(opening)):
-                reason = HELD_OUT
-            elif self.openings[shown].has_similar(opening):
-                reason = REPEATS
+            is_held_out = key_of(candidate) in self.held_out_keys
+            reason = HELD_OUT if is_held_out else self.openings[shown].similar(opening)
         if reason is None:
-            self.openings[shown].add(opening)
+            self.openings[shown].add(opening, REPEATS)
             rows.append({"id": len(rows), "tokens": candidate["tokens"], "cut": False, **images_of(candidate)})
             report.samples += 1
             self.accepted += 1

@@ -175,7 +175,7 @@ one row is held out too | 0-14 | 5-6 + 20-24 | 12 | target => prompts.jsonl, 12 
 fewer rows than data.num_prompts | 0-14 | 20-24 | 100 | target => prompts.jsonl | 14 rows read | 14 prompts kept
 prompts lose their system turn | {long_prompt} + {long_chat} + 0-4 | 20-24 | 6 | target => 6 prompts kept
 long texts are dropped and are not unusable | {long} + {"text": "text 1"} * 5 | {"text": "another text"} | 12 | given
-    6 rows read | 5 prompts kept | dropped 1 too long | longer than data.prompt_tokens
+    6 rows read | 5 prompts kept | dropped 1 too long | data.prompt_tokens and data.response_tokens allow
 a few unusable rows | {"question": 1} + 100-250 | 20-24 | 150 | target => 151 rows read
 """,
     **FACTS,

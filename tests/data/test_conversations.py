@@ -198,7 +198,7 @@ def test_given_conversations_become_features_masked_to_the_assistants_words(give
     assert store[2].loss_mask.tolist() == [False, which == "all", False, True]
     assert len(store) == 3
     [report, _] = json.loads((recipe.prompts_dir / ROW_REPORT).read_text())
-    assert report["too_long"] == [4]
+    assert [(row["line"], row["kind"]) for row in report["left_out"]] == [(4, "too long")]
     assert store.about["mask_rule"] == f"{which} turns of the assistant"
     [row] = read_jsonl(recipe.prompts_dir / "heldout.jsonl")  # its prompt ends where its last answer begins
     assert str(tokenizer.decode(row["tokens"])).endswith("<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n")
@@ -247,4 +247,4 @@ def test_plain_texts_that_start_alike_are_not_taken_for_the_same(tmp_path: Path)
     sizes = DataSection(prompts="prompts.jsonl", heldout_prompts=Path("heldout.jsonl"), **fields)
     held_out = {key_of(row) for row in read_prompts(ChatTemplate(tokenizer), sizes, 1, RowReport(str(path)))}
     rows = read_prompts(ChatTemplate(tokenizer), sizes, None, report, held_out)
-    assert [tokenizer.decode(row["text"]) for row in rows] == ["go home"]
+    assert [tokenizer.decode(row["tokens"] + row["response"]) for row in rows] == ["go home"]

@@ -257,8 +257,8 @@ ODD_FIELDS = [
 def test_what_is_added_not_read_or_dropped_is_said(tmp_path, source, rows, part):
     kept, summary = report_of(template(source), tmp_path / "rows.jsonl", *rows, responses="given")
     assert part in summary
-    assert "Hello." in str(template(source).tokenizer.decode(kept[0]["text"]))
-    assert "Bye" not in str(template(source).tokenizer.decode(kept[0]["text"]))
+    assert "Hello." in str(template(source).tokenizer.decode(kept[0]["tokens"] + kept[0]["response"]))
+    assert "Bye" not in str(template(source).tokenizer.decode(kept[0]["tokens"] + kept[0]["response"]))
 
 
 ONCE_MORE = "turn 2 opens <think> once more than the chat template; close it, or remove it"

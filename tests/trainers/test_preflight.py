@@ -25,7 +25,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = build_run(tmp_path_factory.mktemp("preflight")).parent
     (folder / "empty.jsonl").write_text("\n\n")
     (folder / "one.jsonl").write_text('{"prompt": "import os"}\n')
-    (folder / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "hello"}]}\n' * 20)
     for name in ("no_tokenizer", "no_template"):
         (folder / name).mkdir()
         for file in ("config.json", "model.safetensors", "generation_config.json"):
@@ -45,8 +44,6 @@ no held-out row | data.heldout_prompts={folder}/empty.jsonl => data.heldout_prom
 a batch above the prompts | train.batch_size=13 => train.batch_size | 13 given | up to 12 is allowed | lower it
 more micro-batches than samples | train.accumulate=4 => train.accumulate | 4 given | up to 3 is allowed | lower it
 no tokenizer | target.path={folder}/no_tokenizer => no_tokenizer | cannot be loaded | tokenizer.json | again
-conversations without a chat template | target.path={folder}/no_template | data.prompts={folder}/chat.jsonl
-    data.prompts: row 1 | is a conversation | rows of prompt or text are allowed | chat_template.jinja
 own prompts of a base model | target.path={folder}/no_template | data.prompts=self => data.prompts | self given
 no draft head | data.draft_head=/nowhere => data.draft_head | /nowhere | head | give
 a head above the memory | head={kind: eagle3, intermediate_size: 100000000000} => head: | 38.4 TB of weights | up to the
