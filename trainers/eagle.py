@@ -26,7 +26,7 @@ def train(recipe: Recipe, given: DeviceMemory | None = None, script: str = "trai
 
     run = TrainingRun.start(recipe, script, given)
     if recipe.train.dry_run:
-        return run.print_plan()
+        return run.check()
     target = OneTarget(recipe)  # it harvests, then decodes and teaches
     with run.on_all_ranks():
         with open_harvest(recipe, target) as harvest:

@@ -75,9 +75,12 @@ class TrainingRun:
         return cls(recipe, accelerator, Machine.running(accelerator.num_processes, accelerator.device, slices))
 
     def check(self) -> None:
+        """Raise ValueError for what is known to fail later; a dry run first prints what the run would take."""
         memory = preflight(self.recipe, self.machine)
-        memory.refuse()
+        if self.recipe.train.dry_run and self.accelerator.is_main_process:
+            print_plan(memory)
         self.say_who_refuses(memory.head.target)
+        memory.refuse()
 
     def say_who_refuses(self, target: TargetConfig) -> None:
         """Print a line, before anything is trained, if the engine of export.format refuses heads for this family."""
@@ -88,14 +91,6 @@ class TrainingRun:
                 f"head for targets of type {target.model_type!r}; headstart serves it, and "
                 "`headstart targets` names the engines that may"
             )
-
-    def print_plan(self) -> None:
-        """Check the recipe and print what the run would take; raises ValueError after that if it does not fit."""
-        memory = preflight(self.recipe, self.machine)
-        if self.accelerator.is_main_process:
-            print_plan(memory)
-            self.say_who_refuses(memory.head.target)
-        memory.refuse()
 
     @contextmanager
     def on_all_ranks(self) -> Iterator[None]:

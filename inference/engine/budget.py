@@ -181,17 +181,11 @@ def refuse_large_trees(
     needed = step.needed(rows, nodes, length)
     if needed < CHECKED_STEP_BYTES_MIN or needed <= (free := free_memory(device)):
         return
+    texts, name = f"a step of {rows} text{'s' * (rows > 1)} of up to {length} tokens", field.partition(":")[0]
+    problem = f"{texts} would need {decimal(needed)} or more, and {decimal(free)} is free on {device}"
+    fewer = "decode fewer texts together (data.generate_batch, decode.max_batch, --max-batch)"
     if nodes == 1 and rows > 1:  # plain decoding; another program may have taken memory since the rows were counted
-        fits = free // step.needed(1, nodes, length)
-        raise ValueError(
-            f"{rows} texts of up to {length} tokens together would need {decimal(needed)} or more, and {decimal(free)} "
-            f"is free on {device}, enough for {fits}; decode fewer texts together (data.generate_batch, "
-            "decode.max_batch, --max-batch), or free some"
-        )
-    most = step.most_nodes(rows, length, free)
-    texts, fewer = ("1 text", "") if rows == 1 else (f"{rows} texts together", ", or decode fewer texts together")
-    raise ValueError(
-        f"{field}: {nodes - 1} given, up to {max(most - 1, 0)} is allowed here: a step of {texts} would need "
-        f"{decimal(needed)} or more, and {decimal(free)} is free on {device}; lower "
-        f"{field.partition(':')[0]}{fewer}"
-    )
+        raise ValueError(f"{problem}, enough for {free // step.needed(1, nodes, length)}; {fewer}, or free some")
+    most = max(step.most_nodes(rows, length, free) - 1, 0)
+    remedy = f"lower {name}" + f", or {fewer}" * (rows > 1)
+    raise ValueError(f"{field}: {nodes - 1} given, up to {most} is allowed here: {problem}; {remedy}")
