@@ -73,7 +73,8 @@ def take_over_features(recipe: Recipe, stage: Stage, prompts: list[ShardPrompts]
         remove(note_path(path))
     stage.claim()
     reused = len(existing) - len(grown)
-    print(f"features: {reused:,} of {len(shards):,} shards are reused, {len(shards) - reused:,} are new")
+    if new := len(shards) - reused:  # parts leave none
+        print(f"features: {reused:,} of {len(shards):,} shards are reused, {new:,} are new")
 
 
 def claim_features(stage: Stage) -> None:

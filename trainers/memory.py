@@ -1,9 +1,9 @@
 """The memory that a run needs on each device, the target that decodes included, and the settings that make it fit."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from typing import Any
 
@@ -79,7 +79,7 @@ class RunMemory:
     recipe: Recipe
     head: DraftHead  # without weights
     machine: Machine
-    weights: int  # bytes of the target
+    weights: Callable[[], int]  # bytes of the target, for which its layers are built without weights
 
     @classmethod
     def of(cls, recipe: Recipe, target: TargetConfig, machine: Machine) -> "RunMemory":
@@ -94,7 +94,7 @@ class RunMemory:
             remedy = "lower head.intermediate_size, num_heads, hidden_size or draft_vocab_size"
             allowed = f"up to the {decimal(machine.memory)} free on {machine.device} is"
             raise wrong_value("head", f"{decimal(weights)} of weights", allowed, remedy)
-        return cls(recipe, head, machine, target_bytes(recipe))
+        return cls(recipe, head, machine, cache(lambda: target_bytes(recipe)))
 
     @cached_property
     def needs(self) -> list[Need]:
@@ -175,7 +175,7 @@ class RunMemory:
         copies = (prompts > 0) + is_online if recipe.joint.mode is not None else 1  # a tuned target is another one
         why = " and ".join([f"train.eval_prompts {prompts}"] * (prompts > 0) + ["data.online"] * is_online)
         spread = f", over {devices} devices" if devices > 1 else ""
-        yield Need("the target", copies * self.weights // devices, f"{section.dtype}{spread}, {why}")
+        yield Need("the target", copies * self.weights() // devices, f"{section.dtype}{spread}, {why}")
         if is_online:
             tokens = recipe.train.batch_size // self.machine.ranks * data.longest_sample
             taps = len(stored_taps(self.head.taps, config.num_layers))
@@ -254,7 +254,7 @@ class RunMemory:
             return
         shares = {"layers": machine.devices, "tensor": machine.ranks}.get(section.split or "", 1)
         step = StepMemory.of(self.head.target, getattr(torch, section.dtype)).needed(1, 1, data.longest_sample)
-        if (needed := self.weights + step) > machine.memory * shares:
+        if (needed := self.weights() + step) > machine.memory * shares:
             ranks, each = math.ceil(needed / machine.memory), decimal(needed // shares)
             raise ValueError(
                 f"target.split: {section.split or 'null'} given, with which the harvest needs about {each} on each "

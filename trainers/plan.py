@@ -79,7 +79,7 @@ def print_plan(memory: RunMemory) -> None:
         table.add_row(*row)
     again = ", each unroll step computed again" if recipe.train.activation_checkpointing else ""
     table.add_row("micro-batches", f"{recipe.train.micro_batches}", f"of {memory.samples} samples on each rank{again}")
-    table.add_row("the target itself", decimal(memory.weights), "its weights, wherever it is loaded")
+    table.add_row("the target itself", decimal(memory.weights()), "its weights, wherever it is loaded")
     Console(width=120, highlight=False).print(table)
     if recipe.joint.mode == "lora" and find_spec("peft") is None:
         print("joint.mode: the run itself needs peft, which is not installed; run pip install -e '.[lora]'")

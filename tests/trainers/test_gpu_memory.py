@@ -114,7 +114,7 @@ def test_one_target_harvests_decodes_and_teaches_on_the_card(gpu_recipe, devices
     recipe = gpu_recipe("llama3_8b", "data.online=[auto]")
     run = run_on(recipe, devices).fitted()
     assert run.total <= run.machine.memory
-    assert [need.size for need in run.needs if need.what == "the target"] == [run.weights]
+    assert [need.size for need in run.needs if need.what == "the target"] == [run.weights()]
     section = run.recipe.train
     assert (section.micro_batches, bool(section.activation_checkpointing)) == (micro_batches, False)
     given = recipe.model_copy(update={"train": recipe.train.model_copy(update={"accumulate": 16})})
