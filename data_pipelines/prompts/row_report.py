@@ -1,4 +1,4 @@
-"""A report on the rows of a data source: every row that was dropped or cut is counted and named."""
+"""A report on the rows of a data source: every row that was dropped is named, and every one that was cut is counted."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ HELD_OUT_SHARE_MAX = 0.1  # largest share of the training rows that may be held 
 
 @dataclass
 class RowReport:
-    """Counts the rows of one source and lists those that gave no sample or a shortened prompt."""
+    """Counts the rows of one source and lists those that gave no sample."""
 
     source: str
     wanted: int | None = None  # samples that the recipe asks for
