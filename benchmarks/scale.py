@@ -1,4 +1,4 @@
-"""Estimate what heads for Llama-3.1-8B and Llama-3.3-70B cost on 1 to 512 H100s, and which cards fit the recipes.
+"""Estimate what a head for Llama-3.3-70B costs on 8, 64 and 512 H100s, and which cards fit the Llama recipes.
 
     python benchmarks/scale.py
 
@@ -17,19 +17,13 @@ from typing import Any
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
-from torch import nn
 from transformers import LlamaConfig
 
-from headstart.data_pipelines.features.shard_files import bytes_per_token
-from headstart.data_pipelines.features.shards import stored_taps
-from headstart.heads.base import DraftHead
 from headstart.heads.target_config import TargetConfig
-from headstart.inference.engine.budget import StepMemory
-from headstart.inference.targets.architecture import decoder_layers
-from headstart.inference.targets.loading import model_without_weights
 from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.command_line import DeviceMemory
-from headstart.trainers.memory import Machine, RunMemory, num_parameters
+from headstart.trainers.hours import TokenCost
+from headstart.trainers.memory import Machine, RunMemory
 from headstart.trainers.new_head import head_without_weights
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -41,32 +35,21 @@ TARGETS = {
     ),
 }
 PROMPT, ANSWER = 400, 600  # tokens of a sample on average: assumed
-NODE = 8  # cards of a machine
-# Recipe, cards that share a target, texts that they write at a time; samples, epochs, batch size; cards.
-RUNS: tuple[tuple[str, int, int, int, float, int, tuple[int, ...]], ...] = (
-    ("llama3_8b", 1, 64, 68_000, 9.4, 16, (1, 8)),
-    ("llama3_70b", NODE, 256, 68_000, 10, 16, (8, 64, 512)),
-    ("llama3_70b", NODE, 256, 500_000, 3, 64, (8, 64, 512)),
-    ("llama3_70b", NODE, 256, 1_300_000, 2, 64, (8, 64, 512)),
-)
-KINDS = {"offline": (), "8 bits": ("data.dtype=int8",), "online": ()}  # of features, with the recipe's overrides
+NODE = 8  # cards of a machine, which share a target of 70B
+TEXTS = 256  # that a machine writes at a time
+DATA = ((68_000, 10, 16), (500_000, 3, 64), (1_300_000, 2, 64))  # samples, epochs, batch size
+CARDS = (8, 64, 512)
 COUNTS, MEMORY = (1, 8), (24, 48, 80, 141)  # cards of the second table, and the gigabytes of each
 FITTED = (("llama3_8b",), ("llama3_8b", "data.online=[auto]"), ("llama3_70b",))
 PRICE = 2.5  # dollars for an hour of one H100: assumed
 FROM_DISKS = 10e9  # bytes a second that one machine's disks, or its share of a shared file system, deliver: assumed
-# The speed of the H100 of 80 GB that was measured (docs/gpu.md). Harvest and training wait for matrix products, at 58 %
-# of that card's limit; decoding waits for weights and cache to be read, at 60 % of the rate at which it copies.
-OPERATIONS = 578e12  # floating-point operations a second, in bfloat16
-READ = 1.78e12  # bytes of weights and cache a second
-ROW = 55e-6  # seconds of a decode step for each of its texts: logits, sampling, the loop
-SUM = 20e-6  # seconds of a sum over the cards of a target, of which a layer has two; assumed, not measured
-BACKWARD = 3  # how many times the operations of its forward pass a training step takes
 
 
 @cache
-def cost_of(name: str, *overrides: str) -> "TokenCost":
+def recipe_and_cost(name: str, *overrides: str) -> tuple[Recipe, TokenCost]:
+    """A recipe of the repository, and what its tokens cost, by the sizes of its target alone."""
     recipe, target = recipe_and_target(name, *overrides)
-    return TokenCost.of(recipe, target, head_without_weights(recipe, target))
+    return recipe, TokenCost.of(recipe, head_without_weights(recipe, target))
 
 
 @cache
@@ -80,79 +63,15 @@ def recipe_and_target(name: str, *overrides: str) -> tuple[Recipe, TargetConfig]
 
 
 @dataclass(frozen=True)
-class TokenCost:
-    """What a token costs in each stage of a run, whatever the number of tokens and cards."""
-
-    weights: int  # bytes that a decode step reads for all of its texts together
-    cached: int  # bytes that it reads for each token before, of each text
-    layers: int
-    forward: float  # operations of the target's layers
-    logits: float  # of its output layer
-    training: float  # of a training step
-    stored: int  # bytes of its features
-
-    @classmethod
-    def of(cls, recipe: Recipe, target: TargetConfig, head: DraftHead) -> "TokenCost":
-        model = model_without_weights(recipe.target)
-        layers, step = decoder_layers(model), StepMemory.of(target, model.dtype)
-        of_output = target.hidden_size * target.vocab_size
-        again = [*head.logits_parameters, *(each for layer in head.decoder_layers for each in layer.parameters())]
-        depths = recipe.unroll if head.repeats_layers else 1  # that run the same weights again
-        looked_up = sum(each.weight.numel() for each in head.modules() if isinstance(each, nn.Embedding))
-        multiplied = num_parameters(head) - looked_up + (depths - 1) * sum(weight.numel() for weight in again)
-        taps = stored_taps(head.taps, target.num_layers)
-        return cls(
-            weights=(num_parameters(layers) + of_output) * step.element,
-            cached=step.cached,
-            layers=len(layers),
-            forward=2.0
-            * multiplied_weights(layers, getattr(model.config.get_text_config(), "num_experts_per_tok", None)),
-            logits=2.0 * of_output,
-            training=BACKWARD * 2.0 * multiplied + 2.0 * of_output,
-            stored=bytes_per_token(target.hidden_size, len(taps), recipe.data.dtype),
-        )
-
-    def decode_step(self, texts: int, context: float, cards: int = 1) -> float:
-        """Seconds of a plain step of `texts` texts of `context` tokens, on a target that so many cards share."""
-        read = (self.weights + texts * context * self.cached) / (cards * READ)
-        computed = texts * (self.forward + self.logits) / (cards * OPERATIONS)
-        return read + computed + texts * ROW + (2 * self.layers * SUM if cards > 1 else 0.0)
-
-    def responses(self, tokens: float, texts: int, context: float, cards: int = 1) -> float:
-        """Card seconds of written tokens, by steps of `texts` texts of `context` tokens on average."""
-        return tokens * cards * self.decode_step(texts, context, cards) / texts
-
-    def features(self, tokens: float) -> float:
-        """Card seconds of reading texts once."""
-        return tokens * self.forward / OPERATIONS
-
-    def steps(self, tokens: float) -> float:
-        """Card seconds of training on so many tokens, those of later epochs counted again."""
-        return tokens * self.training / OPERATIONS
-
-
-def multiplied_weights(layers: nn.ModuleList, chosen: int | None) -> float:
-    """The weights of layers that a token meets: of experts, which are stacked, as many as are `chosen` for it."""
-    found = 0.0
-    for module in layers.modules():
-        is_stack = type(module).__name__.endswith("Experts")
-        for weight in module.parameters(recurse=False):
-            found += weight.numel() * (1 if chosen is None or not is_stack else chosen / weight.shape[0])
-    return found
-
-
-@dataclass(frozen=True)
 class Plan:
     """A run on so many cards: hours of each stage, bytes stored and read."""
 
     samples: int
-    epochs: float
+    epochs: int
     batch: int
     cards: int
-    kind: str
+    kind: str  # offline, in 8 bits, online
     cost: TokenCost
-    sharing: int  # cards that share a target
-    texts: int  # that they write at a time
 
     @property
     def tokens(self) -> int:
@@ -165,7 +84,7 @@ class Plan:
 
     def card_hours(self) -> dict[str, float]:
         cost, seen = self.cost, self.tokens * self.epochs
-        written = cost.responses(self.samples * ANSWER, self.texts, PROMPT + ANSWER // 2, self.sharing)
+        written = cost.responses(self.samples * ANSWER, TEXTS, PROMPT + ANSWER // 2, NODE)
         once, steps = cost.features(self.tokens), cost.steps(seen)
         seconds = {"responses": written, "features": once, "training": steps}
         if self.kind == "online":
@@ -197,19 +116,22 @@ class Plan:
 
 
 def costs() -> Table:
-    columns = ("recipe", "samples", "H100s", "features", "responses h", "features h", "training h", "H100 h", "$")
-    table = Table(*columns, "disk", "training reads", "waits most for", title="EAGLE-3", box=None)
-    for name, sharing, texts, samples, epochs, batch, numbers in RUNS:
-        for cards in numbers:
-            for kind, overrides in KINDS.items():
-                plan = Plan(samples, epochs, batch, cards, kind, cost_of(name, *overrides), sharing, texts)
+    columns = ("samples", "H100s", "features", "responses h", "features h", "training h", "H100 h", "$", "disk")
+    table = Table(*columns, "training reads", "waits most for", title="Llama-3.3-70B, EAGLE-3", box=None)
+    kinds = {
+        "offline": recipe_and_cost("llama3_70b")[1],
+        "8 bits": recipe_and_cost("llama3_70b", "data.dtype=int8")[1],
+        "online": recipe_and_cost("llama3_70b")[1],
+    }
+    for samples, epochs, batch in DATA:
+        for cards in CARDS:
+            for kind, cost in kinds.items():
+                plan = Plan(samples, epochs, batch, cards, kind, cost)
                 hours, spent = plan.hours(), sum(plan.card_hours().values())
                 stages = [f"{hours[stage]:.2f}" for stage in ("responses", "features", "training")]
                 read = "" if kind == "online" else f"{decimal(int(plan.read_rate))}/s"
-                sizes = [name, f"{samples:,} x {epochs}", str(cards), kind, *stages]
-                table.add_row(
-                    *sizes, f"{spent:,.0f}", f"{spent * PRICE:,.0f}", decimal(int(plan.disk)), read, plan.bottleneck()
-                )
+                row = [f"{samples:,} x {epochs}", str(cards), kind, *stages, f"{spent:,.0f}", f"{spent * PRICE:,.0f}"]
+                table.add_row(*row, decimal(int(plan.disk)), read, plan.bottleneck())
     return table
 
 
@@ -235,7 +157,7 @@ def fits() -> Table:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    console = Console(width=180, highlight=False)
+    console = Console(width=160, highlight=False)
     console.print(costs(), fits(), sep="\n\n")
 
 

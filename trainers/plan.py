@@ -9,14 +9,14 @@ from rich.table import Table
 
 from headstart.common.errors import wrong_value
 from headstart.common.remote import shown
-from headstart.data_pipelines.features.shard_files import bytes_per_token
-from headstart.data_pipelines.features.shards import MANIFEST, FeatureStore, stored_taps
+from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.preflight import check_harvest
 from headstart.data_pipelines.prompts.rows import most_samples
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import folder_of
 from headstart.inference.engine.budget import refuse_trees_of
 from headstart.recipes import Recipe
+from headstart.trainers.hours import DataSizes, time_rows
 from headstart.trainers.memory import Machine, RunMemory, num_parameters
 from headstart.trainers.new_head import load_start
 from headstart.trainers.parallel.launch import refuse_lone_decoding
@@ -75,7 +75,7 @@ def print_plan(memory: RunMemory) -> None:
     shares = "" if machine.slices > 1 else " as data parallel;"
     most = f"of {decimal(machine.memory)};{shares} the larger of activations and decoding"
     table.add_row("memory: total on the main rank, about", decimal(memory.total), most)
-    for row in data_rows(memory):
+    for row in data_rows(memory) + (time_rows(memory) if machine.device.type == "cuda" else []):
         table.add_row(*row)
     again = ", each unroll step computed again" if recipe.train.activation_checkpointing else ""
     table.add_row("micro-batches", f"{recipe.train.micro_batches}", f"of {memory.samples} samples on each rank{again}")
@@ -87,23 +87,14 @@ def print_plan(memory: RunMemory) -> None:
 
 
 def data_rows(memory: RunMemory) -> list[tuple[str, str, str]]:
-    """The training split, measured if it is on disk, otherwise the largest that the recipe allows; and disk space."""
-    recipe, data, train, config = memory.recipe, memory.recipe.data, memory.recipe.train, memory.head.target
-    folder = data.store or recipe.features_dir
-    if data.online is None and (folder / MANIFEST).is_file():
-        store, heldout = (FeatureStore(folder, split) for split in ("train", "heldout"))
-        samples, tokens, at_most, why = len(store), store.num_tokens, "", "as harvested"
-        stored = sum(shard["bytes"] for shard in (*store.shards, *heldout.shards))
-    else:
-        at_most, why, samples = "at most ", "not harvested yet; lengths are unknown", most_samples(data)
-        tokens, taps = samples * data.longest_sample, len(stored_taps(memory.head.taps, config.num_layers))
-        per_token = 0 if data.online else bytes_per_token(config.hidden_size, taps, data.dtype)
-        stored = per_token * (samples + data.heldout_samples) * data.longest_sample
-    epoch, trained = samples / train.batch_size, num_parameters(memory.head) + memory.tuned
+    """The training split and disk space."""
+    train, data = memory.recipe.train, DataSizes.of(memory)
+    at_most, why = ("", "as harvested") if data.is_measured else ("at most ", "not harvested yet; lengths are unknown")
+    epoch, trained = data.samples / train.batch_size, num_parameters(memory.head) + memory.tuned
     return [
-        ("tokens per epoch", f"{at_most}{tokens:,}", f"{samples:,} samples, {why}"),
+        ("tokens per epoch", f"{at_most}{data.tokens:,}", f"{data.samples:,} samples, {why}"),
         ("steps per epoch", f"{epoch:,.1f}", f"train.batch_size {train.batch_size}"),
         ("epochs of the run", f"{train.steps / epoch:,.2f}", f"train.steps {train.steps:,}"),
-        ("features on disk", f"{at_most}{decimal(stored)}", why),
+        ("features on disk", f"{at_most}{decimal(data.stored)}", why),
         ("checkpoints on disk", f"at most {decimal(KEPT * SAVED * trained)}", f"the newest {KEPT}"),
     ]

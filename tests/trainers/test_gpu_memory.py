@@ -21,6 +21,7 @@ from headstart.inference.targets.loading import model_without_weights
 from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.command_line import DeviceMemory
 from headstart.recipes.schema import TargetSection
+from headstart.trainers.hours import TokenCost, time_rows
 from headstart.trainers.memory import Machine, RunMemory, activation_bytes
 from headstart.trainers.objectives.unrolled import Teacher
 from headstart.trainers.step import autocast, head_in_training
@@ -193,3 +194,37 @@ def test_a_run_that_does_not_fit_its_gpu_is_refused_before_the_harvest(middling,
     assert_refused(outcome, says)
     assert "memory: activations, about" in outcome.out
     assert not (middling / "run").exists()
+
+
+def cost_of(recipe: Recipe) -> TokenCost:
+    return TokenCost.of(recipe, run_on(recipe, "80GB").head)
+
+
+def test_the_planned_speeds_are_those_that_an_h100_showed(gpu_recipe: Callable[..., Recipe]) -> None:
+    """docs/gpu.md: plain decoding of one row and of 64, hidden states, and a training step of 8 x 2,048 tokens."""
+    cost = cost_of(gpu_recipe("llama3_8b"))
+    assert 1 / cost.responses(1, 1, 600) == pytest.approx(118.3, rel=0.05)
+    assert 1 / cost.responses(1, 64, 400) == pytest.approx(4255, rel=0.05)
+    assert 1 / cost.features(1) == pytest.approx(41_529, rel=0.05)
+    assert cost.steps(8 * 2048) == pytest.approx(0.483, rel=0.05)
+    cost = cost_of(gpu_recipe("qwen3_5_35b"))  # a token meets only the experts that are chosen for it
+    assert 2e9 < cost.forward / 2 < 3e9 < 34e9 < cost.weights / 2 < 36e9  # 35B-A3B, embedding included
+
+
+def planned_hours(recipe: Recipe, count: int) -> dict[str, float]:
+    rows = time_rows(run_on(recipe, f"{count}x80GB"))
+    return {what: float(hours.rstrip(" h").replace(",", "")) for what, hours, _ in rows}
+
+
+def test_the_plan_has_the_hours_of_each_stage(gpu_recipe: Callable[..., Recipe]) -> None:
+    few, many = (planned_hours(gpu_recipe("llama3_8b"), count) for count in (1, 8))
+    assert set(few) == {"time: responses", "time: features", "time: training", "time of GPUs, in all"}
+    for stage in ("time: responses", "time: features", "time: training"):
+        assert few[stage] == pytest.approx(8 * many[stage], abs=0.05)
+    assert few["time of GPUs, in all"] == pytest.approx(many["time of GPUs, in all"])
+    online = planned_hours(gpu_recipe("llama3_8b", "data.online=[auto]"), 1)
+    assert "time: features" not in online
+    assert online["time: training"] > few["time: training"] + few["time: features"]
+    layers = planned_hours(gpu_recipe("llama3_8b", "target.split=layers"), 8)  # each GPU has some, and they take turns
+    for stage in ("time: responses", "time: features"):
+        assert layers[stage] == pytest.approx(few[stage], abs=0.02)
