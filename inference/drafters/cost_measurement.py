@@ -43,10 +43,7 @@ CONTEXT = 512  # positions, fewer where the target has fewer
 TIMED_LEVELS = 3  # levels drafted to find the time of one
 ACCEPTED_NODES = 4  # the length of the accepted path
 TIMED_RUNS = 5
-SECONDS_ON_CPU, SECONDS_ON_GPU = (
-    4.0,
-    20.0,
-)  # then the rest is interpolated; to capture a graph takes longer than to run it
+SECONDS_ON_CPU, SECONDS_ON_GPU = 4.0, 20.0  # of timing, then the rest is interpolated; capturing a graph takes long
 NEEDED_WORKS = 4  # the first pieces of work, without which nothing is known
 FREE_SHARE = 0.7  # of the wall time that this thread must run; otherwise the machine is busy, and nothing is kept
 MOST_REPEATS = 64  # draft tokens that are added to a head's tree, at most
@@ -164,7 +161,8 @@ def measure_costs(
     most = min(size_bucket(nodes + 1), SIZES[-1])
     spare = most + width * TIMED_LEVELS
     context = max(min(CONTEXT, target.max_positions - spare), 2)  # no step is decoded beyond the target's positions
-    one, rows = (Bench(target, source, width, context, count, spare) for count in (1, batch))
+    benches = {count: Bench(target, source, width, context, count, spare) for count in {1, batch}}
+    one, rows = benches[1], benches[batch]
     levels = min(TIMED_LEVELS, source.max_levels or TIMED_LEVELS) if isinstance(source, DraftHead) else TIMED_LEVELS
     between = [size for size in FIRST_SIZES if size < most and (size == size_bucket(size) or not target.may_capture)]
     larger = [size for size in SIZES if batch * size > most and size <= nodes + 1] if batch > 1 else []
