@@ -1,6 +1,6 @@
 """What the parts of a decode step cost on this machine, and trees that weigh expected tokens against these costs.
 
-Costs are measured once, at load. Each part has one correction: how much longer it took in the newest steps.
+Costs are measured once, at load. Steps that run correct one ratio: the seconds of plain steps over those with drafts.
 """
 
 from collections import deque
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from statistics import fmean, median
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy
 from numpy.typing import ArrayLike, NDArray
@@ -19,9 +19,8 @@ from headstart.inference.core.tree import Tree, size_bucket
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.growth import ByChance, GrowthPolicy, Pool
 
-CORRECTION_STEPS = 32  # the newest steps of a batch size, which correct its costs
-PRIOR_STEPS = 4  # steps that a correction must outweigh
-RENEWAL_STEPS = 8  # steps after which corrections are applied
+CORRECTION_STEPS = 32  # the newest steps of a batch size and kind
+PRIOR_STEPS = 4  # steps that the measured ratio weighs as much as
 SURVEY_SHARE = 0.02  # of the time of captured steps, that drafting more than pays may take
 SURVEY_STEPS_MIN = 8  # between two surveys
 SURVEY_DECAY = 0.8  # weight of what earlier surveys found
@@ -29,7 +28,6 @@ STAYING_RATE = 0.98  # of the best shape's tokens per second, down to which the 
 LEAST_CHANCE = 1e-300  # replaces a chance of 0, as in a row that is finished while others still draft
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Part = Literal["plain", "drafting", "verifying"]  # of a step; a plain one has no other part
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class MeasuredCosts:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of a step's parts for a number of rows."""
+    """Measured seconds of a step's parts for a number of rows."""
 
     plain: float  # a step without drafts
     verify: list[float]  # a target step with 1, 2, ... draft tokens in each row
@@ -75,11 +73,10 @@ class Ran:
     rows: int
     nodes: int = 1  # in each row, with accepted tokens that are read again
     levels: int = 0  # that were drafted; 0: a plain step
-    drafting: float | None = None  # seconds of it; None where the host does not wait for the device
 
 
 class CostTable:
-    """The measured costs, times how much longer the newest steps with as many rows took."""
+    """The measured costs for any number of rows, and how steps without drafts differ from them."""
 
     def __init__(
         self, measured: MeasuredCosts, width: int, most: int, captured: bool = False, learns: bool = True
@@ -90,52 +87,42 @@ class CostTable:
         that they share must not learn, as their clocks differ.
         """
         self.measured, self.width, self.most, self.captured, self.learns = measured, width, most, captured, learns
-        self.ratios: dict[tuple[int, Part], deque[float]] = {}  # observed over measured seconds, by number of rows
-        self.num_observed = 0
-        self._now: dict[int, StepCosts] = {}
+        # Observed over measured seconds of the newest steps, by the number of rows and whether they drafted.
+        self.ratios: dict[tuple[int, bool], deque[float]] = {}
+        self._known: dict[int, StepCosts] = {}
 
-    def now(self, rows: int) -> StepCosts:
-        """The costs of steps with this many rows."""
-        if rows not in self._now:
-            plain, *verify = self._target(rows, numpy.arange(1, self.most + 2)) * self._correction(rows, "verifying")
-            if (rows, "plain") in self.ratios:
-                plain = min(self._target(rows, 1) * self._correction(rows, "plain"), verify[0])
-            first, level = (float(each) * self._correction(rows, "drafting") for each in self._drafting(rows))
-            self._now[rows] = StepCosts(float(plain), [*map(float, verify)], first, level)
-        return self._now[rows]
+    def of(self, rows: int) -> StepCosts:
+        """The costs of steps with this many rows; drafting for more rows costs as much more as in the target."""
+        if rows not in self._known:
+            nodes = numpy.arange(1, self.most + 2)
+            if self.captured:
+                nodes = 2 ** numpy.ceil(numpy.log2(nodes))
+            plain, *verify = map(float, self.measured.verifying(rows * nodes))
+            one, all_rows = map(float, self.measured.verifying([self.width, rows * self.width]))
+            drafting = (each * all_rows / one for each in (self.measured.first_level, self.measured.level))
+            self._known[rows] = StepCosts(plain, verify, *drafting)
+        return self._known[rows]
+
+    def plain(self, rows: int) -> float:
+        """Seconds of a step without drafts, if those with drafts take what was measured.
+
+        A moment of the measurement may have been busy, so observed steps of both kinds correct the measured ratio.
+        """
+        costs, ratios = self.of(rows), [self.ratios.get((rows, drafts), ()) for drafts in (False, True)]
+        count = min(map(len, ratios))
+        if not count:
+            return costs.plain
+        plain, drafted = map(median, ratios)
+        return min(costs.plain * (plain / drafted) ** (count / (count + PRIOR_STEPS)), costs.verify[0])
 
     def observe(self, step: Ran, seconds: float) -> None:
         """Learn from a step that took `seconds` in all."""
-        if not self.learns:
-            return
-        target = float(self._target(step.rows, step.nodes))
-        if step.levels == 0:
-            parts: dict[Part, float] = {"plain": seconds / target}
-        else:
-            first, level = self._drafting(step.rows)
-            measured = first + (step.levels - 1) * level
-            drafting = seconds * measured / (measured + target) if step.drafting is None else step.drafting
-            parts = {"drafting": drafting / measured, "verifying": (seconds - drafting) / target}
-        for part, ratio in parts.items():
-            self.ratios.setdefault((step.rows, part), deque(maxlen=CORRECTION_STEPS)).append(ratio)
-        self.num_observed += 1
-        if self.num_observed % RENEWAL_STEPS == 0:
-            self._now.clear()
-
-    def _correction(self, rows: int, part: Part) -> float:
-        newest = self.ratios.get((rows, part), ())
-        return median(newest) ** (len(newest) / (len(newest) + PRIOR_STEPS)) if newest else 1.0
-
-    def _target(self, rows: int, nodes: ArrayLike) -> NDArray[numpy.float64]:
-        """Measured seconds of a target step with these many nodes in each row."""
-        if self.captured:
-            nodes = 2 ** numpy.ceil(numpy.log2(nodes))
-        return self.measured.verifying(rows * numpy.asarray(nodes))
-
-    def _drafting(self, rows: int) -> tuple[float, float]:
-        """Measured seconds of the first level and of each further one; more rows cost as much more as in the target."""
-        one, all_rows = self.measured.verifying([self.width, rows * self.width])
-        return self.measured.first_level * float(all_rows / one), self.measured.level * float(all_rows / one)
+        if self.learns:
+            costs = self.of(step.rows)
+            drafting = costs.drafting(step.levels) if step.levels else 0.0
+            measured = drafting + [costs.plain, *costs.verify][step.nodes - 1]
+            newest = self.ratios.setdefault((step.rows, step.levels > 0), deque(maxlen=CORRECTION_STEPS))
+            newest.append(seconds / measured)
 
 
 class CostAware(GrowthPolicy):
@@ -216,7 +203,7 @@ class CostAware(GrowthPolicy):
         return verified.levels(self.depth)
 
     def _look_up(self, rows: int) -> None:
-        self.now = self.costs.now(rows)
+        self.now = self.costs.of(rows)
         self.verify = self.now.verify[: self.nodes]
 
     def continues(self, pool: Pool) -> bool:

@@ -39,9 +39,9 @@ class SpeculationByLoad:
         if not self.steps:
             return None
         tokens, nodes, levels = (total / self.steps for total in (self.tokens, self.nodes, self.levels))
-        now = self.costs.now(rows)
-        target = numpy.interp(nodes, range(len(now.verify) + 1), [now.plain, *now.verify])
-        return float(tokens * now.plain / (target + now.drafting(levels)))
+        costs = self.costs.of(rows)
+        target = numpy.interp(nodes, range(len(costs.verify) + 1), [costs.plain, *costs.verify])
+        return float(tokens * self.costs.plain(rows) / (target + costs.drafting(levels)))
 
     def pays(self, rows: int) -> bool:
         """Whether the next step should draft. Call it once before each step that may."""

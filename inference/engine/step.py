@@ -168,14 +168,14 @@ class DecodeStep:
         moved, paths = self.batch.static.bytes_moved(output), output.followed.paths
         return self._record(accepted, output.taps, output.logits, paths, moved), lengths
 
-    def _ran(self, tree: Tree, drafting: float | None = None) -> Ran | None:
-        """What a step did that drafted for so many seconds; None if it drafted no tokens."""
+    def _ran(self, tree: Tree) -> Ran | None:
+        """What a step did; None if it was to draft, and had no draft tokens."""
         if not self.drafts:
             return Ran(len(self.batch.rows))
         levels = tree.deepest or self.drafter.depth if tree.levels is None else tree.levels
         recurrent = self.batch.cache.recurrent
         nodes = tree.shape[1] if recurrent is None else max(recurrent.counts)
-        return Ran(len(self.batch.rows), nodes, levels, drafting) if tree.shape[1] > 1 else None
+        return Ran(len(self.batch.rows), nodes, levels) if tree.shape[1] > 1 else None
 
     def _observe_costs(self, ran: Ran | None, started: float) -> None:
         if self.costs is not None and ran is not None:
@@ -233,14 +233,12 @@ class DecodeStep:
         return self.speculation is None or self.speculation.pays(len(self.batch.rows))
 
     def _draft_and_verify(self) -> tuple[TargetOutput, list[Accepted], Ran | None]:
-        verified, batch, started = self._verified(), self.batch, time.perf_counter()
+        verified, batch = self._verified(), self.batch
         tree = self.drafter.draft(verified, batch.cache)
-        # Elsewhere the work may not be done yet.
-        seconds = time.perf_counter() - started if self.target.device.type == "cpu" else None
         if not self.target.passes.verifies_trees:
             tree = first_path(tree)
         output = self.target.passes.tree(tree, batch.cache)
-        accepted, ran = self._verify(tree, output.logits, verified.sampling), self._ran(tree, seconds)
+        accepted, ran = self._verify(tree, output.logits, verified.sampling), self._ran(tree)
         if self.speculation is not None and ran is not None:
             self.speculation.observe(accepted, ran)
         return output, accepted, ran

@@ -322,7 +322,7 @@ class LoadCosts(SetCosts):
     to the power of three: with one row drafts pay as soon as any is accepted, with three rows never.
     """
 
-    def now(self, rows: int) -> StepCosts:
+    def of(self, rows: int) -> StepCosts:
         each = 0.01 * rows**3 if rows < 3 else 5.0
         return StepCosts(1.0, [1 + count * each for count in range(1, 101)], 0.01, 0.01)
 

@@ -1,7 +1,6 @@
 """Costs of a decode step: measured at load and never in a request, kept on disk, corrected by the steps that run."""
 
 import json
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -93,8 +92,8 @@ def test_no_request_measures_and_every_request_is_observed(folder, fresh, make_h
         plain = generate(target, PROMPT, NEW_TOKENS, sampling)
         drafted = generate(target, PROMPT, NEW_TOKENS, sampling, HeadDrafter(head, growth))
         assert drafted.tokens == plain.tokens
-        assert growth.costs.num_observed > number * NEW_TOKENS / 5
-    assert growth.costs.ratios.keys() == {(1, "drafting"), (1, "verifying")}
+        assert len(growth.costs.ratios[1, True]) > number * NEW_TOKENS / 5
+    assert growth.costs.ratios.keys() == {(1, True)}
 
 
 def test_costs_are_read_from_disk_and_not_measured_again(folder, anew, make_head, monkeypatch) -> None:
@@ -163,59 +162,41 @@ def with_measured(text: str, **changed: Any) -> str:
     return json.dumps({**content, "measured": {**content["measured"], **changed}})
 
 
-def observe(table: CostTable, rows: int, nodes: int, of_target: float, of_drafting: float = 1.0) -> None:
-    """Let a table learn from a step of three levels whose parts took these times what was measured."""
-    first, further = table._drafting(rows)
-    drafting = of_drafting * (first + 2 * further)
-    table.observe(Ran(rows, nodes, 3, drafting), drafting + of_target * float(table._target(rows, nodes)))
-
-
 def test_costs_grow_with_nodes_and_rows_and_captured_steps_cost_the_next_power_of_two() -> None:
-    numbers = random.Random(0)
     table = CostTable(MEASURED, width=4, most=100)
-    for _ in range(2):
-        for rows in (1, 3):
-            costs = table.now(rows).verify
-            assert (numpy.diff(costs) > 0).all()
-            assert len(costs) == 100
-            if not table.num_observed:
-                assert (numpy.subtract(table.now(rows + 1).verify, costs) > 0).all()
-                assert table.now(rows + 1).level > table.now(rows).level
-        for _ in range(400):
-            observe(table, numbers.choice((1, 3)), numbers.randint(1, 64), numbers.uniform(0.1, 10))
-    costs = CostTable(MEASURED, width=4, most=40, captured=True).now(1).verify
-    assert len(set(costs[8:15])) == 1  # 10 to 16 nodes
-    assert costs[15] > costs[14]
+    for rows in (1, 3):
+        costs, more = table.of(rows), table.of(rows + 1)
+        assert len(costs.verify) == 100
+        assert (numpy.diff([costs.plain, *costs.verify]) > 0).all()
+        assert (numpy.subtract(more.verify, costs.verify) > 0).all()
+        assert more.level > costs.level
+        assert costs.drafting(3) == pytest.approx(costs.first_level + 2 * costs.level)
+    verify = CostTable(MEASURED, width=4, most=40, captured=True).of(1).verify
+    assert len(set(verify[8:15])) == 1  # 10 to 16 nodes
+    assert verify[15] > verify[14]
 
 
-def test_observed_steps_move_the_costs_of_their_batch_size_towards_what_they_took() -> None:
+def test_observed_steps_of_both_kinds_correct_what_plain_steps_take() -> None:
     table = CostTable(MEASURED, width=4, most=8)
-    before = table.now(1)
-    for count in (CORRECTION_STEPS // 4, CORRECTION_STEPS):
+    costs, measured = table.of(1), table.plain(1)
+
+    def observe(count: int, plain: float, drafted: float) -> float:
+        """Steps took these times what was measured; returns the correction."""
         for _ in range(count):
-            observe(table, 1, 8, of_target=3, of_drafting=2)
-        ratio = table.now(1).plain / before.plain
-        assert 2 < ratio < 3.01
-    assert ratio > 2.6
-    assert table.now(1).verify == pytest.approx([ratio * seconds for seconds in before.verify])
-    assert table.now(1).first_level / before.first_level == pytest.approx(2, rel=0.1)
-    assert table.now(1).level / before.level == pytest.approx(2, rel=0.1)
-    assert table.now(2) == CostTable(MEASURED, width=4, most=8).now(2)
+            table.observe(Ran(1), plain * costs.plain)
+            table.observe(Ran(1, 8, 3), drafted * (costs.drafting(3) + costs.verify[6]))
+        return table.plain(1) / measured
 
-
-def test_a_few_slow_steps_do_not_move_the_costs_and_both_parts_follow_a_sum() -> None:
-    table = CostTable(MEASURED, width=4, most=8)
-    usual = table.now(1)
-    for step in range(CORRECTION_STEPS):
-        slow = step % 8 == 0
-        observe(table, 1, 4 if slow else 8, 1000 if slow else 1, 1000 if slow else 1)
-    assert table.now(1).verify == pytest.approx(usual.verify)
-    seconds = usual.drafting(3) + usual.verify[6]
-    for _ in range(2 * CORRECTION_STEPS):
-        table.observe(Ran(1, 8, 3), 2 * seconds)
-    now = table.now(1)
-    assert now.plain / usual.plain == pytest.approx(now.first_level / usual.first_level)
-    assert now.level / usual.level == pytest.approx(2, rel=0.1)
+    assert table.plain(1) == costs.plain
+    assert observe(CORRECTION_STEPS // 4, 1.5, 3.0) == pytest.approx(0.5 ** (2 / 3))
+    assert 0.5 < observe(CORRECTION_STEPS, 1.5, 3.0) < 0.6
+    assert observe(CORRECTION_STEPS // 4, 1000.0, 3.0) < 0.6  # a few slow steps
+    assert observe(CORRECTION_STEPS, 3.0, 1.0) == costs.verify[0] / costs.plain  # no more than with a draft token
+    assert table.plain(2) == table.of(2).plain
+    assert table.of(1) == costs
+    still = CostTable(MEASURED, width=4, most=8, learns=False)
+    still.observe(Ran(1), 1.0)
+    assert not still.ratios
 
 
 def test_a_slow_moment_makes_no_size_dear_and_a_slow_machine_measures_only_what_is_needed(monkeypatch) -> None:
@@ -244,7 +225,7 @@ def test_captured_steps_are_measured_and_observed_too(folder, fresh, make_head, 
     plain = generate(target, PROMPT, NEW_TOKENS)
     drafted = generate(target, PROMPT, NEW_TOKENS, drafter=HeadDrafter(head, growth), static=True)
     assert drafted.tokens == plain.tokens
-    assert growth.costs.ratios
+    assert growth.costs.ratios[1, True]
 
 
 def test_the_costs_of_a_target_that_verifies_chains_are_measured_once(folder, monkeypatch) -> None:

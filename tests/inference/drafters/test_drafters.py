@@ -267,7 +267,7 @@ def test_a_follower_that_the_repeat_has_too_is_one_node() -> None:
 def test_costs_decide_how_many_repeats_are_verified_and_learn_from_all_of_them(target, make_head) -> None:
     """A draft token is worth it if it brings more tokens per second than the rest of the step."""
     growth, costs = CostAware(3, 3, 8, SetCosts()), SetCosts()
-    growth.now = costs.now(1)
+    growth.now = costs.of(1)
     seconds = growth.now.verify
     growth.rate = 0.5 / float(seconds[4] - seconds[3])
     assert not growth.is_worth(4, 0.49)

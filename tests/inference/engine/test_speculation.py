@@ -264,5 +264,6 @@ def test_plain_steps_that_were_measured_on_a_busy_machine_are_corrected() -> Non
     before: Any = by_load.gain(1)
     for _ in range(32):
         table.observe(Ran(1), 1.0)
+        table.observe(Ran(1, 2, 1), 3.1)
     after: Any = by_load.gain(1)
     assert after < 0.5 * before
