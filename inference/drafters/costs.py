@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from statistics import fmean, median
+from statistics import median
 from typing import Annotated
 
 import numpy
@@ -146,7 +146,6 @@ class CostAware(GrowthPolicy):
         self.shape = depth, nodes  # that the last plan chose
         self.until_survey = 0  # steps
         self.now: StepCosts  # of the current step
-        self.verify: list[float]  # its `verify`, for the trees that may grow
         self.rate: float  # the expected tokens per second of its tree
         # Plain numbers: there are few, and the policy itself must be fast on every level.
         self.levels_done: list[list[list[float]]] = []  # by level, then row: the chances of the nodes
@@ -154,7 +153,7 @@ class CostAware(GrowthPolicy):
     def planned(self, rows: int) -> tuple[GrowthPolicy, int | None]:
         """The depth, of few, and the size for which earlier steps let expect the most tokens per second."""
         self._learn()
-        self._look_up(rows)
+        self.now = self.costs.of(rows)
         self.rate = 0.0
         if self.known:
             sizes = {min((1 << power) - 1, self.nodes) for power in range(1, self.nodes.bit_length() + 1)}
@@ -174,7 +173,7 @@ class CostAware(GrowthPolicy):
         return [ByChance(depth, self.width, self.nodes) for depth in self.depths]
 
     def _seconds(self, depth: int, size: int) -> float:
-        return self.now.drafting(depth) + self.verify[size - 1]
+        return self.now.drafting(depth) + self.now.verify[size - 1]
 
     def _rate(self, depth: int, size: int) -> float:
         return float(self.known[depth][size - 1]) / self._seconds(depth, size)
@@ -198,29 +197,39 @@ class CostAware(GrowthPolicy):
 
     def levels(self, verified: Verified) -> int:
         assert isinstance(verified, VerifiedOnHost)
-        self._look_up(len(verified.rows))
-        self.levels_done = []
+        self.now, self.levels_done = self.costs.of(len(verified.rows)), []
         return verified.levels(self.depth)
 
-    def _look_up(self, rows: int) -> None:
-        self.now = self.costs.of(rows)
-        self.verify = self.now.verify[: self.nodes]
-
     def continues(self, pool: Pool) -> bool:
-        """Whether the best tree with another level would beat the best one without it."""
+        """Whether the best tree with another level would beat the best one without it.
+
+        This assumes that the next level keeps the same share of its parents' chances as the last one did.
+        """
         self.look_at(pool)
-        expected, verify, spent, gain = self.expected(), self.verify, self.spent(), self.gain()
-        now = max(tokens / (spent + cost) for tokens, cost in zip(expected, verify, strict=False))
-        # Another level adds `width` nodes to a tree of any size, up to the bound.
-        larger, spent = verify[self.width :] + verify[-1:] * self.width, spent + self.now.level
-        return now < max((tokens + gain) / (spent + cost) for tokens, cost in zip(expected, larger, strict=False))
+        *before, last = self.levels_done
+        above = before[-1] if before else [[1.0]] * len(last)
+        sums = [[max(sum(largest(row, self.width)), LEAST_CHANCE) for row in level] for level in (above, last)]
+        shares = [own / parents for parents, own in zip(*sums, strict=True)]
+        coming = [[chance * share for chance in row] for row, share in zip(last, shares, strict=True)]
+        return max(self.rates(self.levels_done)) < max(self.rates([*self.levels_done, coming]))
 
     def prune(self, pool: Pool, roots: Tensor) -> Tree:
         self.look_at(pool)
-        spent = self.spent()
-        rates = [tokens / (spent + cost) for tokens, cost in zip(self.expected(), self.verify, strict=False)]
+        rates = self.rates(self.levels_done)
         self.rate = max(rates)
         return pool.best(roots, rates.index(self.rate) + 1)
+
+    def rates(self, levels: list[list[list[float]]]) -> list[float]:
+        """Expected tokens per second, the bonus token included, with the best 1, 2, ... nodes of these levels.
+
+        The tokens are the mean over rows.
+        """
+        by_row = [
+            accumulate(largest(chain.from_iterable(row), self.nodes), initial=1.0) for row in zip(*levels, strict=True)
+        ]
+        tokens = [sum(each) / len(by_row) for each in zip(*by_row, strict=True)][1:]
+        drafting = self.now.drafting(len(levels))
+        return [each / (drafting + verify) for each, verify in zip(tokens, self.now.verify, strict=False)]
 
     def is_worth(self, drafted: int, chance: float) -> bool:
         fewer, more = [self.now.plain, *self.now.verify][drafted : drafted + 2]
@@ -230,34 +239,6 @@ class CostAware(GrowthPolicy):
         """Copy the chances of new levels to the host; on a GPU this waits for them."""
         for scores in pool.scores[len(self.levels_done) :]:
             self.levels_done.append(scores.exp().tolist())
-
-    def expected(self) -> list[float]:
-        """Expected tokens of a step with the best 1, 2, ... nodes, the bonus token included; the mean over rows."""
-        by_row = [
-            accumulate(largest(chain.from_iterable(levels), self.nodes), initial=1.0)
-            for levels in zip(*self.levels_done, strict=True)
-        ]
-        if len(by_row) == 1:
-            return list(by_row[0])[1:]
-        return [fmean(tokens) for tokens in zip(*by_row, strict=True)][1:]
-
-    def gain(self) -> float:
-        """Expected tokens that the best nodes of the next level would add; the mean over rows.
-
-        This assumes that the next level keeps the same share of its parents' chances as the last one did.
-        """
-        last = self.levels_done[-1]
-        above = [1.0] * len(last)
-        if len(self.levels_done) > 1:
-            above = [sum(largest(row, self.width)) for row in self.levels_done[-2]]
-        return fmean(
-            sum(largest(row, self.width)) * sum(row) / max(parents, LEAST_CHANCE)
-            for row, parents in zip(last, above, strict=True)
-        )
-
-    def spent(self) -> float:
-        """Seconds that drafting took so far."""
-        return self.now.drafting(len(self.levels_done))
 
 
 def largest(chances: Iterable[float], count: int) -> list[float]:
