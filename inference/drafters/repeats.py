@@ -25,7 +25,6 @@ from headstart.inference.drafters.growth import Growth, GrowthPolicy
 REPEAT_RATES = {1: 0.4, 2: 0.5, 3: 0.6, 4: 0.75, 8: 0.85}
 # P(the last successor of a token recurs, given that the other drafts failed), by its run length (at least).
 SUCCESSOR_RATES = {1: 0.25, 2: 0.45, 3: 0.5}
-EARLIER_SUCCESSOR_RATE = 0.2  # P(the successor before that one recurs, given that the last one failed too)
 PRIOR_TOKENS = 4.0  # tokens of a text that weigh as much as the measured rates
 LONGEST_MATCH = max(REPEAT_RATES)  # tokens at the end of the text that are searched for
 REPEAT_DEPTH = 12  # draft tokens of a repeat; a longer one continues in the next step
@@ -225,28 +224,26 @@ class Repeated:
 
 
 class Followers:
-    """The target's latest choice after each token, in any text, and its last different choice.
+    """The target's latest choice after each token, in any text.
 
     Every verification adds to it, rejected draft tokens included (Graft, arXiv 2605.20104).
     """
 
     def __init__(self) -> None:
-        self.known: dict[int, tuple[int, int, int | None]] = {}  # (choice, how often in a row, the choice before)
+        self.known: dict[int, tuple[int, int]] = {}  # (choice, how often in a row)
 
     def learn(self, tokens: Sequence[int], choices: Sequence[int]) -> None:
         """Record the target's choice after each of these tokens."""
         for token, choice in zip(tokens, choices, strict=True):
-            latest, count, before = self.known.get(token, (None, 0, None))
-            self.known[token] = (choice, count + 1, before) if choice == latest else (choice, 1, latest)
+            latest, count = self.known.get(token, (None, 0))
+            self.known[token] = choice, count + 1 if choice == latest else 1
 
-    def after(self, token: int) -> list[tuple[int, float]]:
-        """The tokens that may follow, and the chance of each if no other draft token is right."""
+    def after(self, token: int) -> tuple[int, float] | None:
+        """The token that may follow, and its chance if no other draft token is right."""
         if token not in self.known:
-            return []
-        latest, count, before = self.known[token]
-        rate = SUCCESSOR_RATES[min(count, max(SUCCESSOR_RATES))]
-        earlier = [] if before is None else [(before, (1 - rate) * EARLIER_SUCCESSOR_RATE)]
-        return [(latest, rate), *earlier]
+            return None
+        choice, count = self.known[token]
+        return choice, SUCCESSOR_RATES[min(count, max(SUCCESSOR_RATES))]
 
 
 class Repeats:
@@ -306,7 +303,8 @@ class Repeats:
         def push(node: int) -> None:
             """The candidates below a node."""
             depth = trie.depths[node]
-            for token, share in self.followers.after(trie.tokens[node]):
+            if follower := self.followers.after(trie.tokens[node]):
+                token, share = follower
                 heapq.heappush(candidates, (-left[node] * share / (1 + temperature), next(order), node, token))
             if depth < len(path) and trie.paths[node] == path[:depth]:
                 heapq.heappush(candidates, (-(rate ** (depth + 1)), next(order), node, path[depth]))
