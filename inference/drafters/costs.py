@@ -49,8 +49,8 @@ class MeasuredCosts:
     def verifying(self, tokens: ArrayLike) -> NDArray[numpy.float64]:
         """A target step with these many tokens of all rows; linear between and beyond the measured sizes."""
         slope = (self.target[-1] - self.target[-2]) / (self.tokens[-1] - self.tokens[-2])
-        beyond = numpy.maximum(numpy.asarray(tokens) - self.tokens[-1], 0)
-        return numpy.interp(tokens, self.tokens, self.target) + slope * beyond
+        counts = numpy.asarray(tokens, dtype=float)
+        return numpy.interp(counts, self.tokens, self.target) + slope * numpy.maximum(counts - self.tokens[-1], 0)
 
 
 @dataclass(frozen=True)

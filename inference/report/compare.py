@@ -42,6 +42,7 @@ class Figures:
 class Outcome(Figures):
     """The figures of one method at one temperature and batch size, over all prompts."""
 
+    tokens_per_second: float
     method: str
     temperature: float
     batch: int
@@ -105,8 +106,9 @@ class Comparison:
             for other, method in enumerate(self.methods)
             if method.drafter is None
         }
-        length, (seconds, tokens) = DecodeStats.sum_of(stats_of(rounds, index)).acceptance_length, map(sum, measured)
-        return Figures(sum(len(each.prompts) for each in rounds), same, forced, length, tokens / seconds, speedups)
+        length, (seconds, tokens) = DecodeStats.sum_of(stats_of(rounds, index)).acceptance_length, measured
+        rate, prompts = sum(tokens) / sum(seconds), sum(len(each.prompts) for each in rounds)
+        return Figures(prompts, same, forced, length, rate, speedups)
 
     def same_and_forced(self, rounds: Sequence[Round], index: int) -> tuple[int | None, Forced | None]:
         """How many texts of a method equal plain decoding's, and how plain passes judge them; None as in Figures."""
