@@ -28,7 +28,7 @@ from torch import nn
 from headstart import SpeculativeModel
 from headstart.heads.base import DraftHead
 from headstart.inference.core.tree import Tree
-from headstart.inference.drafters.cost_measurement import GREEDY, Bench
+from headstart.inference.drafters.cost_measurement import Bench
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.kernels.compiled import CompiledForward
 from headstart.inference.kernels.fast_layers import JointLinear, PackedLinear
@@ -127,7 +127,7 @@ def drafting(options: argparse.Namespace) -> dict[str, float]:
     bench = Bench(target, drafter.head, WIDTH, CONTEXT, 1, 64)
     works: dict[str, Callable[[], object]] = {
         "drafting": bench.drafting(LEVELS),
-        "plain step": partial(bench.verify, 1, GREEDY),
+        "plain step": partial(bench.verify, 1),
     }
     times: dict[str, list[float]] = defaultdict(list)
     for turn in range(TURNS):

@@ -1,7 +1,6 @@
 """The interface of every drafter: it proposes trees of draft tokens, which `inference.engine.loop` verifies."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
@@ -11,19 +10,6 @@ from headstart.inference.core.cache import KVCache
 from headstart.inference.core.cache_memory import Shape
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
-
-
-@dataclass(frozen=True)
-class Situation:
-    """Everything that the cost of a step depends on, except the tree."""
-
-    context: int  # positions of the longest row
-    batch: int
-    greedy: bool  # all rows are
-
-    @classmethod
-    def of(cls, verified: VerifiedOnHost) -> "Situation":
-        return cls(max(row.end for row in verified.rows), len(verified.rows), verified.sampling.all_greedy)
 
 
 @runtime_checkable  # the shape checks in tests use isinstance
@@ -75,8 +61,8 @@ class CapturedDrafter(Drafter, Protocol):
     def shapes(self) -> Sequence["CapturedDrafter"]:
         """The drafters of all shapes: itself, if its trees have one shape and the host adds nothing to them."""
 
-    def planned(self, at: Situation) -> tuple["CapturedDrafter", int | None]:
-        """The one of these that drafts in the next step, and how many of its draft tokens are verified; None for all.
+    def planned(self, rows: int) -> tuple["CapturedDrafter", int | None]:
+        """The one of these that drafts for so many rows, and how many of its draft tokens are verified; None for all.
 
         If fewer than all are, its nodes are in the order of their chances.
         """

@@ -1,32 +1,26 @@
 """What the parts of a decode step cost on this machine, and trees that weigh expected tokens against these costs.
 
-Costs are measured at load. The steps that run correct them, by a factor for drafting and one for the rest of a step.
+Costs are measured once, at load. Steps that run correct one ratio: the seconds of plain steps over those with drafts.
 """
 
-import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, chain
-from statistics import fmean, median
+from statistics import median
 from typing import Annotated
 
 import numpy
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 from torch import Tensor
 
-from headstart.inference.core.drafter import Situation
 from headstart.inference.core.tree import Tree, size_bucket
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.growth import ByChance, GrowthPolicy, Pool
 
-NODES = (1, 2, 4, 6, 8, 12, 16, 32, 64)  # sizes of a row's tree, root included; costs of others are interpolated
-CONTEXT_MULTIPLE = 64  # positions; costs are computed once for each multiple
-CORRECTION_STEPS = 32  # the newest steps of a batch size, which correct its costs
-PRIOR_STEPS = 4  # steps that a correction must outweigh
-RENEWAL_STEPS = 8  # steps after which corrections are applied
+CORRECTION_STEPS = 32  # the newest steps of a batch size and kind
+PRIOR_STEPS = 4  # steps that the measured ratio weighs as much as
 SURVEY_SHARE = 0.02  # of the time of captured steps, that drafting more than pays may take
 SURVEY_STEPS_MIN = 8  # between two surveys
 SURVEY_DECAY = 0.8  # weight of what earlier surveys found
@@ -37,139 +31,98 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
-class StepCosts:
-    """Seconds at one context length and batch size."""
+class MeasuredCosts:
+    """Seconds that the parts of a step took."""
 
-    target: tuple[float, ...]  # a step with NODES nodes, without drafting
-    first_level: float  # drafting one level: the head's pass over the newly verified positions
-    level: float  # each further level
-    captured: bool = False  # whether the target's pass is captured, for sizes that are powers of two
-
-    def verify(self, most: int) -> NDArray[numpy.float64]:
-        """A target step with 1, 2, ... `most` draft tokens; extrapolated beyond the largest size."""
-        nodes = numpy.arange(2, most + 2, dtype=float)
-        if self.captured:
-            nodes = 2 ** numpy.ceil(numpy.log2(nodes))
-        return extrapolated(nodes, NODES, self.target)
-
-
-@dataclass(frozen=True)
-class CostSurface:
-    """Measured seconds of a step's parts, as functions of nodes, context and batch.
-
-    A target step costs a pass over the tokens of all rows, whatever their distribution over rows, plus attention, which
-    grows with the context of each row and with its nodes.
-    """
-
-    tokens: tuple[int, ...]  # the sizes that were timed, in tokens of all rows together, ascending
-    target: tuple[Seconds, ...]  # a greedy step with that many tokens, without context
-    most: int  # nodes of a row's largest tree
-    position: tuple[Seconds, Seconds]  # further, per row and position of context, with one node and with `most`
-    sampled: tuple[Seconds, Seconds]  # further, per row, if rows sample, with one node and with `most`
-    first_level: tuple[Seconds, Seconds]  # drafting for one row without context, and further per position
-    level: tuple[Seconds, Seconds]
-    complete: bool = True  # whether all sizes were timed, or nothing else ran meanwhile
+    tokens: tuple[int, ...]  # sizes of the target's pass, in tokens of all rows together, ascending
+    target: tuple[Seconds, ...]  # a step with that many tokens, without drafting
+    first_level: Seconds  # drafting for one row: the head's pass over the newly verified positions
+    level: Seconds  # and each further level
 
     def __post_init__(self) -> None:
         ascending = all(before < after for before, after in zip(self.tokens, self.tokens[1:], strict=False))
         growing = all(before <= after for before, after in zip(self.target, self.target[1:], strict=False))
-        matching = len(self.tokens) == len(self.target) >= 2 and self.most >= 2 and self.target[0] > 0
-        rising = self.position[0] <= self.position[1] and self.sampled[0] <= self.sampled[1]
-        if not (ascending and growing and matching and rising and self.first_level[0] > 0):
+        matching = len(self.tokens) == len(self.target) >= 2 and self.target[0] > 0
+        if not (ascending and growing and matching and self.first_level > 0):
             raise ValueError(f"not a valid measurement of costs: {self}")
 
-    def seconds(self, nodes: NDArray[numpy.float64], at: "Situation") -> NDArray[numpy.float64]:
-        """A target step with this many nodes in each row."""
-        ends = (1, self.most)
-        seconds = extrapolated(nodes * at.batch, self.tokens, self.target)
-        seconds = seconds + at.batch * at.context * numpy.interp(nodes, ends, self.position)
-        return seconds if at.greedy else seconds + at.batch * numpy.interp(nodes, ends, self.sampled)
-
-    def drafting(self, at: "Situation", width: int) -> tuple[float, float]:
-        """The first level, and each further level of `width` nodes; more rows cost as much more as in the target."""
-        one, all_rows = extrapolated(numpy.array([width, width * at.batch], dtype=float), self.tokens, self.target)
-        first, further = (start + slope * at.context for start, slope in (self.first_level, self.level))
-        share = float(all_rows / one)
-        return first * share, further * share
-
-
-def extrapolated(
-    at: NDArray[numpy.float64], sizes: tuple[int, ...], values: tuple[float, ...]
-) -> NDArray[numpy.float64]:
-    """Linear between the sizes, and beyond the largest one as between the last two."""
-    slope = (values[-1] - values[-2]) / (sizes[-1] - sizes[-2])
-    return numpy.interp(at, sizes, values) + slope * numpy.maximum(at - sizes[-1], 0)
+    def verifying(self, tokens: ArrayLike) -> NDArray[numpy.float64]:
+        """A target step with these many tokens of all rows; linear between and beyond the measured sizes."""
+        slope = (self.target[-1] - self.target[-2]) / (self.tokens[-1] - self.tokens[-2])
+        counts = numpy.asarray(tokens, dtype=float)
+        return numpy.interp(counts, self.tokens, self.target) + slope * numpy.maximum(counts - self.tokens[-1], 0)
 
 
 @dataclass(frozen=True)
-class Drafted:
-    """What a step has drafted."""
+class StepCosts:
+    """Measured seconds of a step's parts for a number of rows."""
 
-    at: Situation
-    nodes: int  # in each row, with accepted tokens that are read again
-    levels: int
-    seconds: float | None  # that drafting took; None where the host does not wait for the device
+    plain: float  # a step without drafts
+    verify: list[float]  # a target step with 1, 2, ... draft tokens in each row
+    first_level: float
+    level: float
+
+    def drafting(self, levels: float) -> float:
+        return self.first_level + max(levels - 1, 0) * self.level
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a step did."""
+
+    rows: int
+    nodes: int = 1  # in each row, with accepted tokens that are read again
+    levels: int = 0  # that were drafted; 0: a plain step
 
 
 class CostTable:
-    """Costs of a step in each situation: the measured ones, times how much longer the batch's newest steps took."""
+    """The measured costs for any number of rows, and how steps without drafts differ from them."""
 
-    def __init__(self, surface: CostSurface, width: int, captured: bool = False, learns: bool = True) -> None:
-        """`width` is the number of nodes that a level expands.
+    def __init__(
+        self, measured: MeasuredCosts, width: int, most: int, captured: bool = False, learns: bool = True
+    ) -> None:
+        """A level expands `width` nodes, and a row has up to `most` draft tokens.
 
-        Ranks that draft the same trees for a target that they share must not learn, as their clocks differ.
+        `captured`: the target's passes have sizes that are powers of two. Ranks that draft the same trees for a target
+        that they share must not learn, as their clocks differ.
         """
-        self.surface, self.width, self.captured, self.learns = surface, width, captured, learns
-        # By batch size: the logarithms of observed over measured seconds, of drafting and of the rest of a step.
-        self.ratios: dict[int, deque[tuple[float, float]]] = {}
-        self.plain: dict[int, deque[float]] = {}  # the same for steps without drafts
-        self.num_observed = 0
-        self._now: dict[Situation, StepCosts] = {}
+        self.measured, self.width, self.most, self.captured, self.learns = measured, width, most, captured, learns
+        # Observed over measured seconds of the newest steps, by the number of rows and whether they drafted.
+        self.ratios: dict[tuple[int, bool], deque[float]] = {}
+        self._known: dict[int, StepCosts] = {}
 
-    def now(self, at: Situation) -> StepCosts:
-        """The costs in this situation; its context rounds up."""
-        rounded = Situation(-(-at.context // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE, at.batch, at.greedy)
-        if rounded not in self._now:
-            self._now[rounded] = self._corrected(rounded)
-        return self._now[rounded]
+    def of(self, rows: int) -> StepCosts:
+        """The costs of steps with this many rows; drafting for more rows costs as much more as in the target."""
+        if rows not in self._known:
+            nodes = numpy.arange(1, self.most + 2)
+            if self.captured:
+                nodes = 2 ** numpy.ceil(numpy.log2(nodes))
+            plain, *verify = map(float, self.measured.verifying(rows * nodes))
+            one, all_rows = map(float, self.measured.verifying([self.width, rows * self.width]))
+            drafting = (each * all_rows / one for each in (self.measured.first_level, self.measured.level))
+            self._known[rows] = StepCosts(plain, verify, *drafting)
+        return self._known[rows]
 
-    def observe(self, drafted: Drafted, seconds: float) -> None:
+    def plain(self, rows: int) -> float:
+        """Seconds of a step without drafts, if those with drafts take what was measured.
+
+        A moment of the measurement may have been busy, so observed steps of both kinds correct the measured ratio.
+        """
+        costs, ratios = self.of(rows), [self.ratios.get((rows, drafts), ()) for drafts in (False, True)]
+        count = min(map(len, ratios))
+        if not count:
+            return costs.plain
+        plain, drafted = map(median, ratios)
+        return min(costs.plain * (plain / drafted) ** (count / (count + PRIOR_STEPS)), costs.verify[0])
+
+    def observe(self, step: Ran, seconds: float) -> None:
         """Learn from a step that took `seconds` in all."""
-        if not self.learns:
-            return
-        first, further = self.surface.drafting(drafted.at, self.width)
-        of_drafting = first + (drafted.levels - 1) * further
-        nodes = size_bucket(drafted.nodes) if self.captured else drafted.nodes
-        of_target = float(self.surface.seconds(numpy.array([nodes], dtype=float), drafted.at)[0])
-        share = of_drafting / (of_drafting + of_target)
-        drafting = seconds * share if drafted.seconds is None else drafted.seconds
-        newest = self.ratios.setdefault(drafted.at.batch, deque(maxlen=CORRECTION_STEPS))
-        newest.append((math.log(drafting / of_drafting), math.log((seconds - drafting) / of_target)))
-        self._renew()
-
-    def observe_plain(self, at: Situation, seconds: float) -> None:
-        """Learn from a step without drafts: a busy moment of the measurement made drafts seem to pay for good."""
         if self.learns:
-            measured = float(self.surface.seconds(numpy.array([1.0]), at)[0])
-            newest = self.plain.setdefault(at.batch, deque(maxlen=CORRECTION_STEPS))
-            newest.append(math.log(seconds / measured))
-            self._renew()
-
-    def _renew(self) -> None:
-        self.num_observed += 1
-        if self.num_observed % RENEWAL_STEPS == 0:
-            self._now.clear()
-
-    def _corrected(self, at: Situation) -> StepCosts:
-        newest = self.ratios.get(at.batch, ())
-        weight = len(newest) / (len(newest) + PRIOR_STEPS)
-        of_drafting, of_target = (math.exp(weight * median(part)) for part in zip(*newest or [(0.0, 0.0)], strict=True))
-        first, further = self.surface.drafting(at, self.width)
-        target = self.surface.seconds(numpy.array(NODES, dtype=float), at) * of_target
-        if plain := self.plain.get(at.batch):
-            weight = len(plain) / (len(plain) + PRIOR_STEPS)
-            target[0] = min(target[0] / of_target * math.exp(weight * median(plain)), target[1])
-        return StepCosts(tuple(target.tolist()), first * of_drafting, further * of_drafting, self.captured)
+            costs = self.of(step.rows)
+            drafting = costs.drafting(step.levels) if step.levels else 0.0
+            measured = drafting + [costs.plain, *costs.verify][step.nodes - 1]
+            newest = self.ratios.setdefault((step.rows, step.levels > 0), deque(maxlen=CORRECTION_STEPS))
+            newest.append(seconds / measured)
 
 
 class CostAware(GrowthPolicy):
@@ -197,10 +150,10 @@ class CostAware(GrowthPolicy):
         # Plain numbers: there are few, and the policy itself must be fast on every level.
         self.levels_done: list[list[list[float]]] = []  # by level, then row: the chances of the nodes
 
-    def planned(self, at: Situation) -> tuple[GrowthPolicy, int | None]:
+    def planned(self, rows: int) -> tuple[GrowthPolicy, int | None]:
         """The depth, of few, and the size for which earlier steps let expect the most tokens per second."""
         self._learn()
-        self._look_up(at)
+        self.now = self.costs.of(rows)
         self.rate = 0.0
         if self.known:
             sizes = {min((1 << power) - 1, self.nodes) for power in range(1, self.nodes.bit_length() + 1)}
@@ -220,7 +173,7 @@ class CostAware(GrowthPolicy):
         return [ByChance(depth, self.width, self.nodes) for depth in self.depths]
 
     def _seconds(self, depth: int, size: int) -> float:
-        return self.now.first_level + (depth - 1) * self.now.level + self.verify_costs[size - 1]
+        return self.now.drafting(depth) + self.now.verify[size - 1]
 
     def _rate(self, depth: int, size: int) -> float:
         return float(self.known[depth][size - 1]) / self._seconds(depth, size)
@@ -244,72 +197,48 @@ class CostAware(GrowthPolicy):
 
     def levels(self, verified: Verified) -> int:
         assert isinstance(verified, VerifiedOnHost)
-        self._look_up(Situation.of(verified))
-        self.levels_done = []
+        self.now, self.levels_done = self.costs.of(len(verified.rows)), []
         return verified.levels(self.depth)
 
-    def _look_up(self, at: Situation) -> None:
-        self.now = self.costs.now(at)
-        self.verify_costs = verify_costs(self.now, self.nodes)
-
     def continues(self, pool: Pool) -> bool:
-        """Whether the best tree with another level would beat the best one without it."""
+        """Whether the best tree with another level would beat the best one without it.
+
+        This assumes that the next level keeps the same share of its parents' chances as the last one did.
+        """
         self.look_at(pool)
-        expected, verify, spent, gain = self.expected(), self.verify_costs, self.spent(), self.gain()
-        now = max(tokens / (spent + cost) for tokens, cost in zip(expected, verify, strict=False))
-        # Another level adds `width` nodes to a tree of any size, up to the bound.
-        larger, spent = verify[self.width :] + verify[-1:] * self.width, spent + self.now.level
-        return now < max((tokens + gain) / (spent + cost) for tokens, cost in zip(expected, larger, strict=False))
+        *before, last = self.levels_done
+        above = before[-1] if before else [[1.0]] * len(last)
+        sums = [[max(sum(largest(row, self.width)), LEAST_CHANCE) for row in level] for level in (above, last)]
+        shares = [own / parents for parents, own in zip(*sums, strict=True)]
+        coming = [[chance * share for chance in row] for row, share in zip(last, shares, strict=True)]
+        return max(self.rates(self.levels_done)) < max(self.rates([*self.levels_done, coming]))
 
     def prune(self, pool: Pool, roots: Tensor) -> Tree:
         self.look_at(pool)
-        spent = self.spent()
-        rates = [tokens / (spent + cost) for tokens, cost in zip(self.expected(), self.verify_costs, strict=False)]
+        rates = self.rates(self.levels_done)
         self.rate = max(rates)
         return pool.best(roots, rates.index(self.rate) + 1)
 
+    def rates(self, levels: list[list[list[float]]]) -> list[float]:
+        """Expected tokens per second, the bonus token included, with the best 1, 2, ... nodes of these levels.
+
+        The tokens are the mean over rows.
+        """
+        by_row = [
+            accumulate(largest(chain.from_iterable(row), self.nodes), initial=1.0) for row in zip(*levels, strict=True)
+        ]
+        tokens = [sum(each) / len(by_row) for each in zip(*by_row, strict=True)][1:]
+        drafting = self.now.drafting(len(levels))
+        return [each / (drafting + verify) for each, verify in zip(tokens, self.now.verify, strict=False)]
+
     def is_worth(self, drafted: int, chance: float) -> bool:
-        costs = [self.now.target[0], *verify_costs(self.now, drafted + 1)]
-        return chance > self.rate * (costs[-1] - costs[-2])
+        fewer, more = [self.now.plain, *self.now.verify][drafted : drafted + 2]
+        return chance > self.rate * (more - fewer)
 
     def look_at(self, pool: Pool) -> None:
         """Copy the chances of new levels to the host; on a GPU this waits for them."""
         for scores in pool.scores[len(self.levels_done) :]:
             self.levels_done.append(scores.exp().tolist())
-
-    def expected(self) -> list[float]:
-        """Expected tokens of a step with the best 1, 2, ... nodes, the bonus token included; the mean over rows."""
-        by_row = [
-            accumulate(largest(chain.from_iterable(levels), self.nodes), initial=1.0)
-            for levels in zip(*self.levels_done, strict=True)
-        ]
-        if len(by_row) == 1:
-            return list(by_row[0])[1:]
-        return [fmean(tokens) for tokens in zip(*by_row, strict=True)][1:]
-
-    def gain(self) -> float:
-        """Expected tokens that the best nodes of the next level would add; the mean over rows.
-
-        This assumes that the next level keeps the same share of its parents' chances as the last one did.
-        """
-        last = self.levels_done[-1]
-        above = [1.0] * len(last)
-        if len(self.levels_done) > 1:
-            above = [sum(largest(row, self.width)) for row in self.levels_done[-2]]
-        return fmean(
-            sum(largest(row, self.width)) * sum(row) / max(parents, LEAST_CHANCE)
-            for row, parents in zip(last, above, strict=True)
-        )
-
-    def spent(self) -> float:
-        """Seconds that drafting took so far."""
-        return self.now.first_level + (len(self.levels_done) - 1) * self.now.level
-
-
-@lru_cache(maxsize=64)  # a run sees few context lengths and asks on every step
-def verify_costs(now: StepCosts, nodes: int) -> list[float]:
-    """Seconds of a target step with 1, 2, ... `nodes` draft tokens."""
-    return now.verify(nodes).tolist()
 
 
 def largest(chances: Iterable[float], count: int) -> list[float]:

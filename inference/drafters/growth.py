@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headstart.inference.core.drafter import Situation
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified
 from headstart.recipes.schema import DecodeSection
@@ -166,7 +165,7 @@ class GrowthPolicy:
         """For captured steps: policies of one shape each."""
         return [self]
 
-    def planned(self, at: Situation) -> tuple["GrowthPolicy", int | None]:
+    def planned(self, rows: int) -> tuple["GrowthPolicy", int | None]:
         """For the next captured step: one of these, and how many of its draft tokens are verified; None for all."""
         return self, None
 

@@ -14,7 +14,6 @@ from headstart.common.errors import wrong_value
 from headstart.inference.core.cache import KVCache, Slots
 from headstart.inference.core.cache_memory import Shape
 from headstart.inference.core.constraint import LevelConstraint
-from headstart.inference.core.drafter import Situation
 from headstart.inference.core.history import History
 from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.tree import PendingTokens, Tree, additive, block_mask, causal_block, take
@@ -134,8 +133,8 @@ class TreeDrafter(ABC):
     def needs_host(self) -> bool:
         return self.repeats is not None
 
-    def planned(self, at: Situation) -> tuple["TreeDrafter", int | None]:
-        growth, count = self.growth.planned(at)
+    def planned(self, rows: int) -> tuple["TreeDrafter", int | None]:
+        growth, count = self.growth.planned(rows)
         return self._shaped(growth), count
 
     def _shaped(self, growth: GrowthPolicy) -> "TreeDrafter":

@@ -8,7 +8,8 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, zip_longest
+from statistics import fmean
 
 import numpy
 import torch
@@ -24,7 +25,6 @@ from headstart.inference.drafters.growth import Growth, GrowthPolicy
 REPEAT_RATES = {1: 0.4, 2: 0.5, 3: 0.6, 4: 0.75, 8: 0.85}
 # P(the last successor of a token recurs, given that the other drafts failed), by its run length (at least).
 SUCCESSOR_RATES = {1: 0.25, 2: 0.45, 3: 0.5}
-EARLIER_SUCCESSOR_RATE = 0.2  # P(the successor before that one recurs, given that the last one failed too)
 PRIOR_TOKENS = 4.0  # tokens of a text that weigh as much as the measured rates
 LONGEST_MATCH = max(REPEAT_RATES)  # tokens at the end of the text that are searched for
 REPEAT_DEPTH = 12  # draft tokens of a repeat; a longer one continues in the next step
@@ -38,12 +38,13 @@ class Trie:
         self.max_depth, self.state = max_depth, state
         self.paths: list[Path] = [()]  # to each node, without the root
         self.tokens, self.parents, self.depths = [root], [-1], [0]
+        self.chances = [1.0]  # P(the target's path includes the node)
         self.children: dict[tuple[int, int], int] = {}  # (parent, token) -> node
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, parent: int, token: int) -> int | None:
+    def add(self, parent: int, token: int, chance: float = 1.0) -> int | None:
         """Add a child with this token unless it exists; returns its node, or None if it is refused or too deep."""
         if not self.allows(parent, token):
             return None
@@ -53,22 +54,21 @@ class Trie:
             self.parents.append(parent)
             self.depths.append(self.depths[parent] + 1)
             self.paths.append((*self.paths[parent], token))
+            self.chances.append(chance)
         return node
 
-    def walk(self, tokens: Sequence[int]) -> list[int]:
-        """The nodes along these tokens, root included, as far as the trie has them."""
-        nodes = [0]
-        for token in tokens:
-            if (nodes[-1], token) not in self.children:
-                break
-            nodes.append(self.children[nodes[-1], token])
-        return nodes
+    def add_tree(self, tokens: list[int], parents: list[int], chances: list[float]) -> None:
+        """Add one row of a tree, without nodes that are cut off from the root; the root has no chance in the list."""
+        nodes: list[int | None] = [0]
+        for token, parent, chance in zip(tokens[1:], parents[1:], chances, strict=True):
+            above = nodes[parent] if parent >= 0 else None
+            nodes.append(None if above is None else self.add(above, token, chance))
 
     def cut(self, size: int) -> None:
         """Drop the nodes that were added after the first `size`."""
         for node in range(size, len(self)):
             del self.children[self.parents[node], self.tokens[node]]
-        for each in (self.paths, self.tokens, self.parents, self.depths):
+        for each in (self.paths, self.tokens, self.parents, self.depths, self.chances):
             del each[size:]
 
     def allows(self, parent: int, token: int) -> bool:
@@ -194,20 +194,19 @@ class Repeated:
         """The rates are lower at higher temperatures, as sampled texts repeat less."""
         self.right = {length: PRIOR_TOKENS * rate / (1 + temperature) for length, rate in REPEAT_RATES.items()}
         self.tried = dict.fromkeys(REPEAT_RATES, PRIOR_TOKENS)
-        self.path: list[int] = []  # the last repeat
+        self.path: Path = ()  # the last repeat
         self.start = 0  # its position in the text
         self.matched = 1  # its key of REPEAT_RATES
 
-    def next_path(self, text: list[int], trie: Trie, gumbel: GumbelRow) -> list[int]:
+    def next_path(self, text: list[int], trie: Trie, gumbel: GumbelRow) -> Path:
         """The tokens that followed the longest match, down to the trie's maximum depth."""
         self._observe(text)
         matches, length = Continuations.of_longest_match(text, LONGEST_MATCH)
-        self.path, self.start = [], len(text)
+        alone, self.start = Trie(text[-1], min(trie.max_depth, REPEAT_DEPTH), trie.state), len(text)
         if length:
             self.matched = max(least for least in REPEAT_RATES if least <= length)
-            alone = Trie(text[-1], min(trie.max_depth, REPEAT_DEPTH), trie.state)
             grow_best_first(alone, matches, Growth.chain(REPEAT_DEPTH), gumbel)
-            self.path = alone.tokens[1:]
+        self.path = alone.paths[-1]
         return self.path
 
     @property
@@ -225,28 +224,26 @@ class Repeated:
 
 
 class Followers:
-    """The target's latest choice after each token, in any text, and its last different choice.
+    """The target's latest choice after each token, in any text.
 
     Every verification adds to it, rejected draft tokens included (Graft, arXiv 2605.20104).
     """
 
     def __init__(self) -> None:
-        self.known: dict[int, tuple[int, int, int | None]] = {}  # (choice, how often in a row, the choice before)
+        self.known: dict[int, tuple[int, int]] = {}  # (choice, how often in a row)
 
     def learn(self, tokens: Sequence[int], choices: Sequence[int]) -> None:
         """Record the target's choice after each of these tokens."""
         for token, choice in zip(tokens, choices, strict=True):
-            latest, count, before = self.known.get(token, (None, 0, None))
-            self.known[token] = (choice, count + 1, before) if choice == latest else (choice, 1, latest)
+            latest, count = self.known.get(token, (None, 0))
+            self.known[token] = choice, count + 1 if choice == latest else 1
 
-    def after(self, token: int) -> list[tuple[int, float]]:
-        """The tokens that may follow, and the chance of each if no other draft token is right."""
+    def after(self, token: int) -> tuple[int, float] | None:
+        """The token that may follow, and its chance if no other draft token is right."""
         if token not in self.known:
-            return []
-        latest, count, before = self.known[token]
-        rate = SUCCESSOR_RATES[min(count, max(SUCCESSOR_RATES))]
-        earlier = [] if before is None else [(before, (1 - rate) * EARLIER_SUCCESSOR_RATE)]
-        return [(latest, rate), *earlier]
+            return None
+        choice, count = self.known[token]
+        return choice, SUCCESSOR_RATES[min(count, max(SUCCESSOR_RATES))]
 
 
 class Repeats:
@@ -270,84 +267,53 @@ class Repeats:
                 self.followers.learn(row.accepted.nodes, row.accepted.choices)
         # In batches with sampled rows, noise is drawn for the head's levels only.
         depth = max(self.depth, growth.depth) if verified.sampling.all_greedy else growth.depth
-        drawn = zip(tree.tokens.tolist(), tree.parents.tolist(), chances_of(tree), strict=True)
-        tries, chances = [], []
+        known = torch.zeros(tree.shape)[:, 1:] if tree.log_chances is None else tree.log_chances
+        drawn = zip(tree.tokens.tolist(), tree.parents.tolist(), known.exp().tolist(), strict=True)
+        tries, sizes = list[Trie](), list[int]()
         for number, (row, nodes_of_row) in enumerate(zip(verified.rows, drawn, strict=True)):
-            repeated = self.rows[row.key]
-            trie = Trie(row.text[-1], min(row.remaining, depth), row.constraint)
-            known = add_tree(trie, *nodes_of_row)
-            path = repeated.next_path(row.text, trie, GumbelRow(verified, number))
+            trie, repeated = Trie(row.text[-1], min(row.remaining, depth), row.constraint), self.rows[row.key]
+            trie.add_tree(*nodes_of_row)
             tries.append(trie)
-            chances.append(self._grow(trie, known, path, repeated.rate, samplings[number].temperature))
-        drafted = max(len(trie) - len(added) for trie, added in zip(tries, chances, strict=True)) - 1
-        count = self._worth(chances, drafted, growth)
-        if not count:
+            sizes.append(len(trie))
+            path = repeated.next_path(row.text, trie, GumbelRow(verified, number))
+            self._grow(trie, path, repeated.rate, samplings[number].temperature)
+        added = zip_longest(*(trie.chances[size:] for trie, size in zip(tries, sizes, strict=True)), fillvalue=0.0)
+        further = 0  # tokens per row that are worth verifying, the same for all rows
+        for chances in added:
+            if not growth.is_worth(max(sizes) - 1 + further, fmean(chances)):
+                break
+            further += 1
+        if not further:
             return tree
-        for trie, added in zip(tries, chances, strict=True):
-            trie.cut(len(trie) - max(len(added) - count, 0))
+        for trie, size in zip(tries, sizes, strict=True):
+            trie.cut(size + further)
         extended = batch_tries(tries, max(map(len, tries)), tree.tokens.device)
         return replace(extended, deepest=max(max(trie.depths) for trie in tries), levels=tree.deepest)
 
-    def _grow(self, trie: Trie, chances: list[float], path: list[int], rate: float, temperature: float) -> list[float]:
-        """Add the likeliest nodes, up to `most`; returns the chance of each.
-
-        `chances` belong to the trie's nodes. `rate` is the chance of each token of the repeat, `path`, given the
+    def _grow(self, trie: Trie, path: Path, rate: float, temperature: float) -> None:
+        """Add the likeliest nodes, up to `most`. `rate` is the chance of each token of the repeat, `path`, given the
         earlier ones.
         """
-        added: list[float] = []
-        left, order = list(chances), count()  # P(the target's path includes a node and none of its children)
-        for node, parent in enumerate(trie.parents[1:], start=1):
-            left[parent] -= chances[node]
-        candidates: list[tuple[float, int, int, int, int]] = []  # minus chance, order, parent, token, place in the path
+        most, order = len(trie) + self.most, count()
+        left = list(trie.chances)  # P(the target's path includes a node and none of its children)
+        for parent, chance in zip(trie.parents[1:], trie.chances[1:], strict=True):
+            left[parent] -= chance
+        candidates: list[tuple[float, int, int, int]] = []  # minus chance, order, parent, token
 
-        def push(node: int, place: int) -> None:
-            """The candidates below a node, which ends the path's first `place` tokens unless that is -1."""
-            for token, share in self.followers.after(trie.tokens[node]):
-                heapq.heappush(candidates, (-left[node] * share / (1 + temperature), next(order), node, token, -1))
-            if 0 <= place < len(path):
-                heapq.heappush(candidates, (-(rate ** (place + 1)), next(order), node, path[place], place))
+        def push(node: int) -> None:
+            """The candidates below a node."""
+            depth = trie.depths[node]
+            if follower := self.followers.after(trie.tokens[node]):
+                token, share = follower
+                heapq.heappush(candidates, (-left[node] * share / (1 + temperature), next(order), node, token))
+            if depth < len(path) and trie.paths[node] == path[:depth]:
+                heapq.heappush(candidates, (-(rate ** (depth + 1)), next(order), node, path[depth]))
 
-        on_path = trie.walk(path)
         for node in range(len(trie)):
-            push(node, on_path.index(node) if node in on_path else -1)
-        while candidates and len(added) < self.most:
-            chance, _, parent, token, place = heapq.heappop(candidates)
-            size, child = len(trie), trie.add(parent, token)
-            if child == size:
-                added.append(-chance)
-                left.append(-chance)
-                left[parent] += chance
-            if child == size or (child is not None and place >= 0):  # a token of the repeat may be a follower too
-                push(child, place + 1 if place >= 0 else -1)
-        return added
-
-    def _worth(self, chances: list[list[float]], drafted: int, growth: GrowthPolicy) -> int:
-        """The number of further tokens per row that are worth verifying, the same for all rows."""
-        count = 0
-        while count < self.most:
-            mean = sum(of_row[count] for of_row in chances if len(of_row) > count) / len(chances)
-            if not mean or not growth.is_worth(drafted + count, mean):
-                break
-            count += 1
-        return count
-
-
-def chances_of(tree: Tree) -> list[list[float]]:
-    """The estimated chance of each draft token of each row; 1 without an estimate."""
-    known = torch.zeros(tree.shape)[:, 1:] if tree.log_chances is None else tree.log_chances
-    return known.exp().tolist()
-
-
-def add_tree(trie: Trie, tokens: list[int], parents: list[int], chances: list[float]) -> list[float]:
-    """Add one row of a tree to an empty trie, without nodes that are cut off from the root.
-
-    Returns the chance of each of the trie's nodes.
-    """
-    nodes: list[int | None] = [0]
-    of_nodes = [1.0]
-    for token, parent, chance in zip(tokens[1:], parents[1:], chances, strict=True):
-        above = nodes[parent] if parent >= 0 else None
-        nodes.append(None if above is None else trie.add(above, token))
-        if len(trie) > len(of_nodes):
-            of_nodes.append(chance)
-    return of_nodes
+            push(node)
+        while candidates and len(trie) < most:
+            cost, _, parent, token = heapq.heappop(candidates)
+            if trie.add(parent, token, -cost) == len(left):  # a token of the repeat may be a follower too
+                left.append(-cost)
+                left[parent] += cost
+                push(len(left) - 1)

@@ -2,10 +2,10 @@
 
 import numpy
 
-from headstart.inference.core.drafter import Drafter, Situation
+from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.verify import Accepted
 from headstart.inference.drafters.build import load_costs
-from headstart.inference.drafters.costs import CostTable
+from headstart.inference.drafters.costs import CostTable, Ran
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection
 
@@ -34,20 +34,18 @@ class SpeculationByLoad:
         self.resting = DRAFT_RETRY_STEPS_MIN  # steps of the present rest
         self.lasted = 0  # steps since it was last switched
 
-    def gain(self, at: Situation) -> float | None:
+    def gain(self, rows: int) -> float | None:
         """The speed with drafts, relative to plain decoding; None before anything was observed."""
         if not self.steps:
             return None
         tokens, nodes, levels = (total / self.steps for total in (self.tokens, self.nodes, self.levels))
-        now = self.costs.now(at)
-        largest = max(round(nodes + 0.5), 2)
-        sizes, seconds = numpy.arange(largest + 1), numpy.array([now.target[0], *now.verify(largest)])
-        drafting = now.first_level + max(levels - 1, 0) * now.level
-        return float(tokens * now.target[0] / (numpy.interp(nodes, sizes, seconds) + drafting))
+        costs = self.costs.of(rows)
+        target = numpy.interp(nodes, range(len(costs.verify) + 1), [costs.plain, *costs.verify])
+        return float(tokens * self.costs.plain(rows) / (target + costs.drafting(levels)))
 
-    def pays(self, at: Situation) -> bool:
+    def pays(self, rows: int) -> bool:
         """Whether the next step should draft. Call it once before each step that may."""
-        gain = self.gain(at)
+        gain = self.gain(rows)
         if gain is None:
             return self.is_on
         self.lasted += 1
@@ -74,17 +72,14 @@ class SpeculationByLoad:
             self.tokens, self.nodes, self.levels = share * self.tokens, share * self.nodes, share * self.levels
             self.steps = STEPS_AT_RETRY
 
-    def observe(self, accepted: list[Accepted], nodes: int, levels: int) -> None:
-        """Learn from a step with drafts, in which each row had this many nodes; rows without drafts do not count.
-
-        Accepted tokens that are read again count as nodes.
-        """
+    def observe(self, accepted: list[Accepted], step: Ran) -> None:
+        """Learn from a step; rows without drafts do not count."""
         taken = [len(each.tokens) for each in accepted if each.drafted]
         if taken:
             self.steps = STEP_DECAY * self.steps + 1
             self.tokens = STEP_DECAY * self.tokens + sum(taken) / len(taken)
-            self.nodes = STEP_DECAY * self.nodes + nodes - 1
-            self.levels = STEP_DECAY * self.levels + levels
+            self.nodes = STEP_DECAY * self.nodes + step.nodes - 1
+            self.levels = STEP_DECAY * self.levels + step.levels
 
 
 def speculation_for(decode: DecodeSection, target: TargetModel, drafter: Drafter) -> SpeculationByLoad | None:

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from headstart.inference.core.constraint import GuardedState, masked_tree
-from headstart.inference.core.drafter import Situation
 from headstart.inference.core.gumbel import GumbelTable
 from headstart.inference.core.history import History
 from headstart.inference.core.request import EmittedTokens, Request, Sequence, TokenScores
@@ -17,7 +16,7 @@ from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.side_by_side import Part
 from headstart.inference.core.tree import Tree, first_path, padded_rows, take
 from headstart.inference.core.verify import Accepted, VerifiedOnHost, VerifiedRow, accepted_of, stacked, verify
-from headstart.inference.drafters.costs import CostAware, Drafted
+from headstart.inference.drafters.costs import CostAware, Ran
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.batch import CATCH_UP_POSITIONS, Batch
 from headstart.inference.engine.speculation import SpeculationByLoad
@@ -31,8 +30,8 @@ READ_WITH_DRAFT_MAX = 8  # missed positions that the drafter reads with its next
 class InFlight:
     """A captured step that the host has not read yet. The next one may be launched before."""
 
-    def __init__(self, output: StepOutput, drafted: Drafted | None) -> None:
-        self.output, self.drafted = output.copied(), drafted
+    def __init__(self, output: StepOutput, ran: Ran | None) -> None:
+        self.output, self.ran = output.copied(), ran
         # One transfer for everything: the only host sync of a decode step.
         self.on_host = stacked(output.tree, output.choices).to("cpu", non_blocking=True)
         self.copied = torch.cuda.Event() if torch.cuda.is_available() else None
@@ -90,17 +89,17 @@ class DecodeStep:
             if may_run_ahead and self._runs_ahead():
                 return [], []
             return self.catch_up(started), []
-        drafted = None
         if self.drafts:
             assert not parts
-            output, accepted, drafted = self._draft_and_verify()
+            output, accepted, ran = self._draft_and_verify()
         else:
             output, accepted, others = self._verify_roots(parts)
+            ran = Ran(len(accepted))
         bytes_moved = self.batch.cache.keep([each.path for each in accepted], [each.nodes for each in accepted])
         paths = padded_rows([each.path for each in accepted]).to(self.target.device, non_blocking=True)
         blocks = self._record(accepted, take(output.taps, paths), output.logits, paths, bytes_moved)
         if not parts:
-            self._observe_costs(drafted, started)
+            self._observe_costs(ran, started)
         return blocks, others
 
     def goes_on(self) -> bool:
@@ -120,7 +119,7 @@ class DecodeStep:
         self._launch(last)
         blocks, lengths = self._read(last)
         self.batch.cache.target.lengths = lengths  # they are on the device
-        self._observe_costs(last.drafted, started)
+        self._observe_costs(last.ran, started)
         return blocks
 
     def catch_up(self, started: float | None = None) -> list[EmittedTokens]:
@@ -130,7 +129,7 @@ class DecodeStep:
         blocks, lengths = self._read(last)
         slots.set_lengths(lengths)
         if started is not None:
-            self._observe_costs(last.drafted, started)
+            self._observe_costs(last.ran, started)
         return blocks
 
     def forget_flight(self) -> None:
@@ -141,7 +140,6 @@ class DecodeStep:
         """Launch a captured step: after one that the host has not read, or else from what the host knows."""
         static = self.batch.static
         assert static is not None
-        at = self._situation()
         if last is not None:
             self._prepare(static, last.output.longest)
             output = static.go_on(last.output, self.sampling)
@@ -149,7 +147,7 @@ class DecodeStep:
             output = static(self._verified())
         else:
             output = static.verify(Tree.root_only(self._roots()), self.sampling)
-        self.in_flight = InFlight(output, self._drafted(output.tree, at))
+        self.in_flight = InFlight(output, self._ran(output.tree))
 
     def _runs_ahead(self) -> bool:
         """Whether the step after one that was just launched may be launched before the host reads it."""
@@ -164,27 +162,24 @@ class DecodeStep:
         accepted, output = step.read(), step.output
         rows = zip(self.batch.rows, accepted, strict=True)
         lengths = [len(row.text) - 1 + (0 if row.ended else len(each.path)) for row, each in rows]
-        if self.speculation is not None and step.drafted is not None:
-            self.speculation.observe(accepted, step.drafted.nodes, step.drafted.levels)
+        if self.speculation is not None and step.ran is not None:
+            self.speculation.observe(accepted, step.ran)
         assert self.batch.static is not None
         moved, paths = self.batch.static.bytes_moved(output), output.followed.paths
         return self._record(accepted, output.taps, output.logits, paths, moved), lengths
 
-    def _drafted(self, tree: Tree, at: Situation, seconds: float | None = None) -> Drafted | None:
-        """None without draft tokens."""
+    def _ran(self, tree: Tree) -> Ran | None:
+        """What a step did; None if it was to draft, and had no draft tokens."""
+        if not self.drafts:
+            return Ran(len(self.batch.rows))
         levels = tree.deepest or self.drafter.depth if tree.levels is None else tree.levels
         recurrent = self.batch.cache.recurrent
         nodes = tree.shape[1] if recurrent is None else max(recurrent.counts)
-        return Drafted(at, nodes, levels, seconds) if tree.shape[1] > 1 else None
+        return Ran(len(self.batch.rows), nodes, levels) if tree.shape[1] > 1 else None
 
-    def _observe_costs(self, drafted: Drafted | None, started: float) -> None:
-        seconds = time.perf_counter() - started
-        if self.costs is None:
-            return
-        if drafted is not None:
-            self.costs.observe(drafted, seconds)
-        elif not self.drafts:
-            self.costs.observe_plain(self._situation(), seconds)
+    def _observe_costs(self, ran: Ran | None, started: float) -> None:
+        if self.costs is not None and ran is not None:
+            self.costs.observe(ran, time.perf_counter() - started)
 
     def _make_room(self) -> None:
         batch = self.batch
@@ -235,23 +230,18 @@ class DecodeStep:
         """Whether a row takes drafts, and these pay at present."""
         if not self.drafter.depth or not any(row.request.speculative for row in self.batch.rows):
             return False
-        return self.speculation is None or self.speculation.pays(self._situation())
+        return self.speculation is None or self.speculation.pays(len(self.batch.rows))
 
-    def _situation(self) -> Situation:
-        return Situation(max(self.batch.cache.target.lengths), len(self.batch.rows), self.sampling.all_greedy)
-
-    def _draft_and_verify(self) -> tuple[TargetOutput, list[Accepted], Drafted | None]:
-        verified, batch, at, started = self._verified(), self.batch, self._situation(), time.perf_counter()
+    def _draft_and_verify(self) -> tuple[TargetOutput, list[Accepted], Ran | None]:
+        verified, batch = self._verified(), self.batch
         tree = self.drafter.draft(verified, batch.cache)
-        # Elsewhere the work may not be done yet.
-        seconds = time.perf_counter() - started if self.target.device.type == "cpu" else None
         if not self.target.passes.verifies_trees:
             tree = first_path(tree)
         output = self.target.passes.tree(tree, batch.cache)
-        accepted, drafted = self._verify(tree, output.logits, verified.sampling), self._drafted(tree, at, seconds)
-        if self.speculation is not None and drafted is not None:
-            self.speculation.observe(accepted, drafted.nodes, drafted.levels)
-        return output, accepted, drafted
+        accepted, ran = self._verify(tree, output.logits, verified.sampling), self._ran(tree)
+        if self.speculation is not None and ran is not None:
+            self.speculation.observe(accepted, ran)
+        return output, accepted, ran
 
     def _verify_roots(self, parts: list[Part]) -> tuple[TargetOutput, list[Accepted], list[TargetOutput]]:
         """A step without draft tokens and without the drafter."""

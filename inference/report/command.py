@@ -22,9 +22,9 @@ plain decoding's. All must, where a token has the same bits in every pass. Where
 says so, and token forcing judges the texts: plain passes read each one, and a token is outside if it is neither the
 target's own choice at its position nor a near-tie.
 
-Writes report.json and report.md to RUN_DIR/report. They also have the speed-up's 95 % interval, the acceptance rate by
-depth, figures by category, the share of distinct tokens, which is low for texts that loop, and what SPEED-Bench and
-aiperf publish, under their names.
+Writes report.json and report.md to RUN_DIR/report. They also have the speed-up's 95 % interval, figures by category and
+the share of distinct tokens, which is low for texts that loop; report.json has what SPEED-Bench and aiperf publish,
+under their names.
 """
 
 import json
@@ -60,7 +60,7 @@ from headstart.inference.report.forcing import Forcing
 from headstart.inference.report.methods import NEED_A_HEAD, Method, build_methods
 from headstart.inference.report.questions import SPEC_BENCH, Prompt, QuestionTemplate, read_questions
 from headstart.inference.report.rounds import able_to_batch, run_rounds
-from headstart.inference.report.tables import as_markdown, legend, published_table, rich_table, short_table
+from headstart.inference.report.tables import as_markdown, legend, short_table
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import pick_device, processor_name, slow_format
 from headstart.inference.targets.model import TargetModel
@@ -153,8 +153,6 @@ def measure(recipe: Recipe, benchmark: Benchmark) -> list[list[Outcome]]:
             warmup = WARMUP_PROMPTS if temperature == section.temperatures[0] else 1
             groups.append(benchmark.outcomes(batch, recipe.decode.max_new_tokens, sampling, warmup, progress))
             progress.console.print(short_table(groups[-1]))
-            if len(rows := published_table(groups[-1])) > 1:
-                progress.console.print(rich_table("in SPEED-Bench's and aiperf's terms", rows))
         progress.console.print("\n".join([*legend(groups[-1]), exactness(benchmark.target)]), highlight=False)
     return groups
 

@@ -19,10 +19,6 @@ CONVERSATION = "multi-turn conversation"
 MT_BENCH_TOPICS = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 # A row of SPEED-Bench has these keys: as prepare_data.py writes it, or as aiperf reads it.
 SPEED_BENCH_KEYS = ({"sub_category", "multiturn"}, {"question_id", "category", "messages"})
-SPEED_BENCH_CATEGORIES = (
-    *("coding", "humanities", "math", "multilingual", "qa", "rag", "reasoning", "roleplay", "stem", "summarization"),
-    *("writing", "low_entropy", "mixed", "high_entropy"),  # the last three are of its throughput splits
-)
 # Of datasets whose rows name no category: keys of a row as published, and the key of what is asked.
 DATASETS = {
     "GSM8K": ({"question", "answer"}, "question"),
@@ -77,7 +73,7 @@ def read_questions(path: Path, template: ChatTemplate, max_tokens: int, count: i
     or a `text`, which is continued from its last `max_tokens`; so is a prompt without a chat template, or one that is
     rendered already. The category is `category`, else `source`; MT-Bench's topics are one category, taken in turn too,
     and SPEED-Bench's categories stay as they are. Raises ValueError for a row with none of the three, for rows of
-    SPEED-Bench that lack their question or have another category, and for a file without rows.
+    SPEED-Bench that lack their question, and for a file without rows.
     """
     by_category: dict[str, dict[str, list[Prompt]]] = {}
     for number, row in enumerate(rows_of(path), start=1):
@@ -101,9 +97,13 @@ def prompt_of(row: dict[str, Any], topic: str, template: ChatTemplate, max_token
     if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
         messages = [message.get("content") for message in messages]
     turns = row.get("turns", messages)
-    if is_speed_bench:
-        check_speed_bench(topic, turns)
     if isinstance(turns, list) and turns and all(isinstance(turn, str) and turn for turn in turns):
+        if any(turn.startswith(PLACEHOLDER) for turn in turns):
+            raise ValueError(
+                f"turns: {PLACEHOLDER!r} given, the question itself is allowed, which SPEED-Bench's published files "
+                "lack; run prepare_data.py of examples/specdec_bench in github.com/NVIDIA/Model-Optimizer, and give "
+                "its test.parquet"
+            )
         is_mt_bench = len(turns) > 1 and topic in MT_BENCH_TOPICS and not is_speed_bench
         return chat_prompt((turns[0],), tuple(turns[1:]), CONVERSATION if is_mt_bench else topic, template)
     if not isinstance(text, str) or not text:
@@ -126,18 +126,6 @@ def rows_of(path: Path) -> Iterable[dict[str, Any]]:
         raise ValueError(f"{given}, pyarrow is needed to read parquet; {remedy}") from error
     except ValueError as error:  # pyarrow's errors are
         raise ValueError(f"{given} ({error}), a complete parquet file is allowed; copy it again") from error
-
-
-def check_speed_bench(category: str, turns: Any) -> None:
-    """Raise ValueError, naming the field, for a row of SPEED-Bench that cannot be asked."""
-    if category not in SPEED_BENCH_CATEGORIES:
-        allowed = f"one of {', '.join(SPEED_BENCH_CATEGORIES)} is allowed in rows of SPEED-Bench; correct it"
-        raise ValueError(f"category: {category!r} given, {allowed}")
-    if isinstance(turns, list) and any(isinstance(turn, str) and turn.startswith(PLACEHOLDER) for turn in turns):
-        raise ValueError(
-            f"turns: {PLACEHOLDER!r} given, the question itself is allowed, which the published files lack; run "
-            f"prepare_data.py of examples/specdec_bench in github.com/NVIDIA/Model-Optimizer, and give its test.parquet"
-        )
 
 
 def chat_prompt(said: tuple[str, ...], later: tuple[str, ...], category: str, template: ChatTemplate) -> Prompt:

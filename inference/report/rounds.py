@@ -23,10 +23,6 @@ class Run:
     stats: list[DecodeStats]
     seconds: float  # wall time of the batch
 
-    @property
-    def tokens(self) -> int:
-        return sum(map(len, self.texts))
-
 
 @dataclass(frozen=True)
 class Round:
@@ -110,12 +106,17 @@ def texts_of(rounds: Sequence[Round], index: int) -> list[list[int]]:
     return [text for each in rounds for text in each.runs[index].texts]
 
 
+def stats_of(rounds: Sequence[Round], index: int) -> list[DecodeStats]:
+    """One method's statistics of each text."""
+    return [stats for each in rounds for stats in each.runs[index].stats]
+
+
 def seconds_and_tokens(rounds: Sequence[Round], index: int) -> tuple[list[float], list[int]]:
     """Seconds and new tokens of one method on each batch of questions, the turns of a chat together."""
     sums: dict[int, tuple[float, int]] = {}
     for each in rounds:
         run, (seconds, tokens) = each.runs[index], sums.get(each.number, (0.0, 0))
-        sums[each.number] = seconds + run.seconds, tokens + run.tokens
+        sums[each.number] = seconds + run.seconds, tokens + sum(map(len, run.texts))
     return [seconds for seconds, _ in sums.values()], [tokens for _, tokens in sums.values()]
 
 

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from headstart.common.errors import wrong_value
 from headstart.inference.core.cache import PAGE_TOKENS, KVCache
-from headstart.inference.core.drafter import CapturedDrafter, Drafter, Situation
+from headstart.inference.core.drafter import CapturedDrafter, Drafter
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree, size_bucket, take
 from headstart.inference.core.verify import Followed, VerifiedOnDevice, VerifiedOnHost, follow
@@ -187,8 +187,7 @@ class StaticStep:
         return self.draft_and_verify(given, None)
 
     def draft_and_verify(self, given: VerifiedOnDevice, verified: VerifiedOnHost | None) -> StepOutput:
-        at = Situation(max(self.cache.target.lengths), len(given.roots), given.sampling.all_greedy)
-        drafter, count = self.captured_drafter.planned(at)
+        drafter, count = self.captured_drafter.planned(len(given.roots))
         output = self.draft(drafter, given)
         if isinstance(output, Tree):
             self.captured_drafter.observe(output)

@@ -17,7 +17,7 @@ from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
-from headstart.inference.drafters.costs import NODES, CostAware, CostSurface, CostTable, Drafted, Situation, StepCosts
+from headstart.inference.drafters.costs import CostAware, CostTable, MeasuredCosts, Ran, StepCosts
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth, GrowthPolicy
 from headstart.inference.drafters.head import HeadDrafter
@@ -310,15 +310,10 @@ class SetCosts(CostTable):
     """Costs that are given, not measured: verifying n nodes takes 1 + n / `nodes` seconds, drafting a level `level`."""
 
     def __init__(self, level: float = 0.05, nodes: float = 40) -> None:
-        target = tuple(1 + count / nodes for count in NODES)
-        levels = max(level, 1e-9), 0.0
-        super().__init__(CostSurface(NODES, target, NODES[-1], (0.0, 0.0), (0.0, 0.0), levels, levels), width=1)
-        self.costs = StepCosts(target, level, level)
+        level = max(level, 1e-9)
+        super().__init__(MeasuredCosts((1, 2), (1 + 1 / nodes, 1 + 2 / nodes), level, level), width=1, most=100)
 
-    def now(self, at: Situation) -> StepCosts:
-        return self.costs
-
-    def observe(self, drafted: Drafted, seconds: float) -> None:
+    def observe(self, step: Ran, seconds: float) -> None:
         """Do nothing: the costs stay as they were given."""
 
 
@@ -327,9 +322,9 @@ class LoadCosts(SetCosts):
     to the power of three: with one row drafts pay as soon as any is accepted, with three rows never.
     """
 
-    def now(self, at: Situation) -> StepCosts:
-        each = 0.01 * at.batch**3 if at.batch < 3 else 5.0
-        return StepCosts(tuple(1 + (count - 1) * each for count in NODES), 0.01, 0.01)
+    def of(self, rows: int) -> StepCosts:
+        each = 0.01 * rows**3 if rows < 3 else 5.0
+        return StepCosts(1.0, [1 + count * each for count in range(1, 101)], 0.01, 0.01)
 
 
 def noisy_copy(target: TargetModel, amount: float) -> TargetModel:

@@ -19,7 +19,7 @@ from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Accepted, VerifiedOnHost, VerifiedRow
 from headstart.inference.drafters.build import build_drafter
-from headstart.inference.drafters.costs import CostAware, Situation
+from headstart.inference.drafters.costs import CostAware
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.lookup import Lookup
@@ -267,13 +267,13 @@ def test_a_follower_that_the_repeat_has_too_is_one_node() -> None:
 def test_costs_decide_how_many_repeats_are_verified_and_learn_from_all_of_them(target, make_head) -> None:
     """A draft token is worth it if it brings more tokens per second than the rest of the step."""
     growth, costs = CostAware(3, 3, 8, SetCosts()), SetCosts()
-    growth.now = costs.now(Situation(64, 1, greedy=True))
-    seconds = growth.now.verify(5)
+    growth.now = costs.of(1)
+    seconds = growth.now.verify
     growth.rate = 0.5 / float(seconds[4] - seconds[3])
     assert not growth.is_worth(4, 0.49)
     assert growth.is_worth(4, 0.51)
     growth, seen = CostAware(3, 3, 8, SetCosts()), []
-    growth.costs.observe = lambda drafted, seconds: seen.append(drafted.nodes - 1)  # type: ignore[method-assign]
+    growth.costs.observe = lambda step, seconds: seen.append(step.nodes - 1)  # type: ignore[method-assign]
     generation = generate(target, [5, 6, 7, 11], 40, LOOP, HeadDrafter(make_head(), growth, Repeats(8)))
     assert sum(seen) == generation.stats.drafted
     assert max(seen) > 3

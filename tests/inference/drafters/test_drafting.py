@@ -19,7 +19,6 @@ from headstart.heads.layers import rotary_table
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.calibrate import score_text
 from headstart.inference.core.cache import Move
-from headstart.inference.core.drafter import Situation
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
@@ -181,7 +180,7 @@ def test_costs_and_earlier_chances_say_how_deep_to_draft_and_how_much_to_verify(
     drawn = Tree(parents + 5, parents, 4, log_chances=torch.tensor([chances, chances]).log())
     planned = []
     for _ in range(1000):
-        policy, size = growth.planned(Situation(2, 1, greedy=True))
+        policy, size = growth.planned(1)
         planned.append((policy.depth, size))
         assert policy in growth.shapes()
         if planned[-1] == full:

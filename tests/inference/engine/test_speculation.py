@@ -17,7 +17,7 @@ from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Accepted, Verified, VerifiedOnHost
-from headstart.inference.drafters.costs import CostSurface, CostTable, Drafted, Situation
+from headstart.inference.drafters.costs import CostTable, MeasuredCosts, Ran
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine import speculation
@@ -109,7 +109,7 @@ def test_reading_the_prompts_of_new_rows_makes_no_step_look_slow(target: TargetM
             read.append(time.perf_counter())
 
     class Costs(LoadCosts):
-        def observe(self, drafted: Drafted, seconds: float) -> None:
+        def observe(self, step: Ran, seconds: float) -> None:
             began.append(time.perf_counter() - seconds)
 
     loop = DecodeLoop(target, Timed(make_head(), GROWTH), 2, speculation=SpeculationByLoad(Costs()))
@@ -161,40 +161,40 @@ def accepted(tokens: int) -> list[Accepted]:
 
 
 RESTS = [*(DRAFT_RETRY_STEPS_MIN * times for times in (1, 2, 4)), DRAFT_RETRY_STEPS_MAX]
-TREE = Tree(torch.zeros(1, 7, dtype=torch.long), torch.full((1, 7), -1))
+STEP = Ran(1, 7, 3)
 
 
 def test_the_switch_neither_flickers_nor_sticks() -> None:
     """With 2 rows a step with six draft tokens costs 1 + 6 * 0.08 + 0.03 = 1.51 plain steps."""
-    at, by_load = Situation(100, 2, True), SpeculationByLoad(LoadCosts())
-    assert by_load.pays(at)  # nothing is known yet
-    by_load.observe(accepted(2), TREE.shape[1], levels=3)
-    assert by_load.gain(at) == pytest.approx(2 / 1.51)
+    by_load = SpeculationByLoad(LoadCosts())
+    assert by_load.pays(2)  # nothing is known yet
+    by_load.observe(accepted(2), STEP)
+    assert by_load.gain(2) == pytest.approx(2 / 1.51)
     for _ in range(300):
-        by_load.observe(accepted(1), TREE.shape[1], levels=3)
-    assert by_load.gain(at) == pytest.approx(1 / 1.51, rel=0.01)
+        by_load.observe(accepted(1), STEP)
+    assert by_load.gain(2) == pytest.approx(1 / 1.51, rel=0.01)
     for _ in range(math.ceil(speculation.PATIENCE / 0.51)):
         assert by_load.is_on
-        by_load.pays(at)
+        by_load.pays(2)
     assert not by_load.is_on
     # Between the two limits the state stays, whichever it is.
     by_load.tokens = 1.51 * 1.02 * by_load.steps
-    assert not by_load.pays(at)
+    assert not by_load.pays(2)
     by_load.tokens = 1.51 * 1.06 * by_load.steps
-    assert by_load.pays(at)
+    assert by_load.pays(2)
     by_load.tokens = 1.51 * 1.02 * by_load.steps
-    assert all(by_load.pays(at) for _ in range(50))
+    assert all(by_load.pays(2) for _ in range(50))
 
 
 def test_drafts_that_still_do_not_pay_are_tried_again_ever_less_often() -> None:
-    at, by_load = Situation(100, 2, True), SpeculationByLoad(LoadCosts())
+    by_load = SpeculationByLoad(LoadCosts())
 
     def states(steps: int, tokens: int) -> list[bool]:
         found = []
         for _ in range(steps):
-            found.append(by_load.pays(at))
+            found.append(by_load.pays(2))
             if found[-1]:
-                by_load.observe(accepted(tokens), TREE.shape[1], levels=3)
+                by_load.observe(accepted(tokens), STEP)
         return found
 
     text = "".join("x" if on else " " for on in states(2000, tokens=1))
@@ -213,21 +213,21 @@ def test_a_fall_of_the_load_ends_the_long_rests_of_a_busy_time() -> None:
     rests = []
     for rows, steps in ((3, 6000), (1, 40)):  # a step costs 31 and 1.09 plain ones
         for _ in range(steps):
-            if by_load.pays(Situation(100, rows, True)):
-                by_load.observe(accepted(next(drafted)), TREE.shape[1], levels=3)
+            if by_load.pays(rows):
+                by_load.observe(accepted(next(drafted)), STEP)
         rests.append(by_load.rest)
     assert by_load.is_on
     assert rests == [DRAFT_RETRY_STEPS_MAX, DRAFT_RETRY_STEPS_MIN]
 
 
 def test_a_lucky_step_in_each_trial_kept_the_rests_short() -> None:
-    at, by_load = Situation(100, 2, True), SpeculationByLoad(LoadCosts())
+    by_load = SpeculationByLoad(LoadCosts())
     text, lucky = "", 0
     for _ in range(4000):
-        text += "x" if by_load.pays(at) else " "
+        text += "x" if by_load.pays(2) else " "
         if text[-1] == "x":
             lucky = 0 if text[-2:] == " x" else lucky + 1
-            by_load.observe(accepted(5 if lucky == 2 else 1), TREE.shape[1], levels=3)
+            by_load.observe(accepted(5 if lucky == 2 else 1), STEP)
     rests = [len(rest) for rest in text.split("x") if rest]
     assert rests[:4] == RESTS
     assert rests.count(DRAFT_RETRY_STEPS_MIN) == 1
@@ -235,13 +235,13 @@ def test_a_lucky_step_in_each_trial_kept_the_rests_short() -> None:
 
 def test_a_hard_passage_does_not_end_drafts_and_rows_without_drafts_teach_nothing() -> None:
     """A few steps below the average ended them for 256 steps: two of the next answers had no drafts."""
-    at, by_load = Situation(100, 2, True), SpeculationByLoad(LoadCosts())
-    for tokens in [2] * 50 + [1] * 12 + [2] * 50:
-        assert by_load.pays(at)
-        by_load.observe(accepted(tokens), TREE.shape[1], levels=3)
     by_load = SpeculationByLoad(LoadCosts())
-    by_load.observe([Accepted([0], [7], drafted=0)], TREE.shape[1], levels=3)
-    assert by_load.gain(Situation(100, 1, True)) is None
+    for tokens in [2] * 50 + [1] * 12 + [2] * 50:
+        assert by_load.pays(2)
+        by_load.observe(accepted(tokens), STEP)
+    by_load = SpeculationByLoad(LoadCosts())
+    by_load.observe([Accepted([0], [7], drafted=0)], STEP)
+    assert by_load.gain(1) is None
 
 
 @pytest.mark.parametrize("cost", [1.02, 1.1, 1.3, 1.6, 2.0, 3.0, 5.0, 9.0])
@@ -249,20 +249,21 @@ def test_drafts_of_which_none_is_accepted_cost_a_text_at_most_a_twentieth(cost: 
     """Prompt lookup wrote at .6 of plain decoding's speed. A plain step takes 1, one with drafts `cost`."""
     by_load, seconds = SpeculationByLoad(SetCosts(level=cost - 1, nodes=1e9)), 0.0
     for _ in range(200):
-        drafts = by_load.pays(Situation(100, 1, True))
+        drafts = by_load.pays(1)
         seconds += cost if drafts else 1.0
         if drafts:
-            by_load.observe(accepted(1), 2, levels=1)
+            by_load.observe(accepted(1), Ran(1, 2, 1))
     assert 200 / seconds > 0.95
 
 
 def test_plain_steps_that_were_measured_on_a_busy_machine_are_corrected() -> None:
     """Drafts went on at 1.19 tokens a step: plain steps had been timed at three times what they take."""
-    table = CostTable(CostSurface((1, 2, 8), (3.0, 3.0, 3.1), 8, (0, 0), (0, 0), (0.1, 0), (0.1, 0)), width=1)
-    by_load, at = SpeculationByLoad(table), Situation(100, 1, True)
-    by_load.observe(accepted(2), 2, levels=1)
-    before: Any = by_load.gain(at)
+    table = CostTable(MeasuredCosts((1, 2, 8), (3.0, 3.0, 3.1), 0.1, 0.1), width=1, most=8)
+    by_load = SpeculationByLoad(table)
+    by_load.observe(accepted(2), Ran(1, 2, 1))
+    before: Any = by_load.gain(1)
     for _ in range(32):
-        table.observe_plain(at, 1.0)
-    after: Any = by_load.gain(at)
+        table.observe(Ran(1), 1.0)
+        table.observe(Ran(1, 2, 1), 3.1)
+    after: Any = by_load.gain(1)
     assert after < 0.5 * before
