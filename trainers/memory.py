@@ -58,6 +58,10 @@ class Machine:
         alone = recipe.target.split == "layers" or recipe.joint.mode is not None
         return cls(1 if alone else given.count, torch.device("cuda"), given.size, given.count, is_here=False)
 
+    def devices_of_target(self, split: str | None) -> int:
+        """How many devices hold the target's weights together."""
+        return {"layers": self.devices, "tensor": self.ranks}.get(split or "", 1)
+
 
 @dataclass(frozen=True)
 class Need:
@@ -252,7 +256,7 @@ class RunMemory:
         data, section, machine = self.recipe.data, self.recipe.target, self.machine
         if data.store or data.online or (self.recipe.features_dir / MANIFEST).exists() or not self.shares_device:
             return
-        shares = {"layers": machine.devices, "tensor": machine.ranks}.get(section.split or "", 1)
+        shares = machine.devices_of_target(section.split)
         step = StepMemory.of(self.head.target, getattr(torch, section.dtype)).needed(1, 1, data.longest_sample)
         if (needed := self.weights() + step) > machine.memory * shares:
             ranks, each = math.ceil(needed / machine.memory), decimal(needed // shares)
