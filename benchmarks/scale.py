@@ -22,9 +22,9 @@ from transformers import LlamaConfig
 from headstart.heads.target_config import TargetConfig
 from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.command_line import DeviceMemory
-from headstart.trainers.hours import TokenCost
 from headstart.trainers.memory import Machine, RunMemory
 from headstart.trainers.new_head import head_without_weights
+from headstart.trainers.plan import TokenCost
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 LLAMA: dict[str, Any] = {"vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}

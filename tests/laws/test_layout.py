@@ -53,7 +53,7 @@ BUDGETS = {
     "inference/serve/api": 1_857,
     "inference/targets": 3_430,
     "recipes": 1_702,
-    "trainers": 1_941,
+    "trainers": 1_929,
     "trainers/objectives": 808,
     "trainers/parallel": 545,
     "trainers/refresh": 672,

@@ -21,9 +21,9 @@ from headstart.inference.targets.loading import model_without_weights
 from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.command_line import DeviceMemory
 from headstart.recipes.schema import TargetSection
-from headstart.trainers.hours import TokenCost, time_rows
 from headstart.trainers.memory import Machine, RunMemory, activation_bytes
 from headstart.trainers.objectives.unrolled import Teacher
+from headstart.trainers.plan import TokenCost, time_rows
 from headstart.trainers.step import autocast, head_in_training
 
 FIXED = ["train.accumulate=1", "train.activation_checkpointing=false"]  # which the plan would choose
