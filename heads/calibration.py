@@ -3,24 +3,29 @@
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from jaxtyping import Float
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 
-Path = tuple[int, ...]  # a node, by the rank of the guess at each level from the root; rank 0 is the likeliest guess
+# A node, by the rank of the guess at each level from the root; rank 0 is the likeliest guess.
+Path = Annotated[tuple[Annotated[int, Field(ge=0, strict=True)], ...], Field(min_length=1)]
+Factors = Annotated[tuple[Annotated[float, Field(gt=0, strict=True)], ...], Field(min_length=1)]
+Weights = Annotated[tuple[Annotated[float, Field(ge=0, strict=True)], ...], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
 class StaticTree:
     """Draft nodes, best first: the first n form the best tree of n draft tokens."""
 
-    paths: tuple[Path, ...]
-    chances: tuple[float, ...]  # for each node, the chance that the target accepts the path to it
+    paths: Annotated[tuple[Path, ...], Field(min_length=1)]
+    # For each node, the chance that the target accepts the path to it.
+    chances: tuple[Annotated[float, Field(ge=0, le=1, strict=True)], ...]
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "StaticTree":
-        return cls(tuple(tuple(path) for path in config["paths"]), tuple(config["chances"]))
+    def __post_init__(self) -> None:
+        if len(self.paths) != len(self.chances):
+            raise ValueError(f"{len(self.paths)} paths have {len(self.chances)} chances; one for each is allowed")
 
     def to_config(self) -> dict[str, Any]:
         return {"paths": [list(path) for path in self.paths], "chances": [round(chance, 5) for chance in self.chances]}
@@ -50,17 +55,14 @@ class Calibration:
     In config.json `gumbel_weights` are stored under the key `noise`.
     """
 
-    greedy: tuple[float, ...] = (1.0,)
-    sampled: tuple[float, ...] = (1.0,)
-    gumbel_weights: tuple[float, ...] = (1.0,)
+    greedy: Factors = (1.0,)
+    sampled: Factors = (1.0,)
+    gumbel_weights: Annotated[Weights, Field(validation_alias="noise")] = (1.0,)
     tree: StaticTree | None = None  # the best tree of a fixed shape, for greedy and sampled text together
 
     @classmethod
     def from_config(cls, config: dict[str, Any] | None) -> "Calibration":
-        if config is None:
-            return cls()
-        tree = StaticTree.from_config(config["tree"]) if config.get("tree") else None
-        return cls(tuple(config["greedy"]), tuple(config["sampled"]), tuple(config.get("noise", (1.0,))), tree)
+        return TypeAdapter(cls).validate_python(config or {})
 
     def to_config(self) -> dict[str, Any]:
         multipliers = {"greedy": self.greedy, "sampled": self.sampled, "noise": self.gumbel_weights}

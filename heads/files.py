@@ -8,18 +8,19 @@ import os
 import re
 import reprlib
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import ConfigDict, Field, ValidationError, create_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headstart.common.files import naming, read_json, remove, removed_on_failure, whole_folder, write_text
 from headstart.common.remote import publish
+from headstart.heads.calibration import Calibration
 from headstart.heads.quantised import without_scales
 
 MODEL = "model.safetensors"
@@ -55,12 +56,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{folder} holds no head (no config.json); {advice}")
     config = read_json_object(path, "head")
-    try:
-        HEAD_KEYS.model_validate(config)
-    except ValidationError as failed:
-        places = [(".".join(map(str, each["loc"])), each["input"], each["msg"]) for each in failed.errors()]
-        wrong = "; ".join(f"{place}: {reprlib.repr(given)} given, {allowed}" for place, given, allowed in places)
-        raise ValueError(f"{path}: {wrong}; correct the file") from failed
+    if wrong := [*wrong_keys(config)]:
+        raise ValueError(f"{path}: {'; '.join(wrong)}; correct the file")
     return config
 
 
@@ -167,97 +164,57 @@ def refuse_existing(folder: Path) -> None:
         raise ValueError(f"{folder} exists already; an export is written to a new folder only: {advice}")
 
 
-Size = Annotated[int, Field(gt=0)] | None
-Number = Annotated[float, Field(gt=0)]
-Flag = bool | None
-Text = str | None
-Layers = list[Annotated[int, Field(ge=0)]]  # or hidden states
-LayerOutputs = list[int] | None  # -1 is the input of the first layer
-ANY_OTHERS = ConfigDict(extra="allow", strict=True)
-
-
-def section(name: str, keys: dict[str, Any], *needed: str) -> Any:
-    """A section of config.json whose keys, all but the needed ones optional, have these types; others hold anything."""
-    fields: Any = {key: (kind, ... if key in needed else None) for key, kind in keys.items()}
-    return create_model(name, __config__=ANY_OTHERS, **fields)
-
-
-class TreeKeys(BaseModel):
-    """A searched draft tree: its nodes as ranks from the root, and the chance of each."""
-
-    model_config = ANY_OTHERS
-    paths: Annotated[list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]], Field(min_length=1)]
-    chances: list[Annotated[float, Field(ge=0, le=1)]]
-
-    @model_validator(mode="after")
-    def one_chance_each(self) -> "TreeKeys":
-        if len(self.paths) != len(self.chances):
-            raise ValueError(f"{len(self.paths)} paths have {len(self.chances)} chances; one for each is allowed")
-        return self
-
-
-ROPE = {
-    **dict.fromkeys(("rope_type", "type"), str),
-    "rope_theta": Number,
-    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), Number | None),
-    "original_max_position_embeddings": Size,
-}
-# The layer's keys: at the top level in most layouts, under `transformer_layer_config` in speculators'.
-LAYER_COUNTS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-LAYER = {
-    **dict.fromkeys(("model_type", "hidden_act"), Text),
-    **dict.fromkeys((*LAYER_COUNTS, "head_dim", "vocab_size", "max_position_embeddings"), Size),
-    **dict.fromkeys(("rms_norm_eps", "rope_theta"), Number),
-    **dict.fromkeys(("rope_parameters", "rope_scaling"), section("RopeKeys", ROPE) | None),
-    "layer_types": list[str] | None,
-    "num_aux_hidden_states": Size,
-}
-# The keys of block heads: in a section of their own in DFlash's files, at the top level in others.
-BLOCK = {
-    **dict.fromkeys(("block_size", "swa_window_size"), Size),
-    **dict.fromkeys(("mask_token_id", "markov_rank"), Annotated[int, Field(ge=0)] | None),
+Size = Annotated[int, Field(gt=0, strict=True)]
+Count = Annotated[int, Field(ge=0, strict=True)]
+Number = Annotated[float, Field(gt=0, strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+LayerOutputs = list[Annotated[int, Field(strict=True)]]  # -1 is the input of the first layer
+Layers = list[Count]  # or hidden states
+SIZES = """
+    hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size
+    max_position_embeddings num_aux_hidden_states target_hidden_size draft_vocab_size num_target_layers sliding_window
+    original_max_position_embeddings block_size swa_window_size target_num_layers
+"""
+NUMBERS = "rms_norm_eps rope_theta factor low_freq_factor high_freq_factor"
+FLAGS = """
+    sample_from_anchor causal use_swa enable_confidence_head confidence_head_with_markov fc_norm norm_output
+    norm_before_fc norm_before_residual sliding_window_non_causal is_causal
+"""
+TEXTS = "model_type hidden_act rope_type type markov_head_type kind source name_or_path speculators_model_type"
+SECTIONS = """
+    rope_parameters rope_scaling eagle_config dflash_config transformer_layer_config speculators_config verifier
+    headstart target
+"""
+KEYS: dict[str, Any] = {  # in whichever section a key is; other keys may hold anything
+    **dict.fromkeys(SIZES.split(), Size),
+    **dict.fromkeys(NUMBERS.split(), Number),
+    **dict.fromkeys(FLAGS.split(), Flag),
+    **dict.fromkeys(TEXTS.split(), str),
+    **dict.fromkeys(SECTIONS.split(), dict[str, Any]),
+    **dict.fromkeys(("mask_token_id", "markov_rank"), Count),
+    **dict.fromkeys(("architectures", "layer_types", "engines"), list[str]),
     "target_layer_ids": LayerOutputs,
-    "markov_head_type": Text,
-    **dict.fromkeys(("sample_from_anchor", "causal", "use_swa"), Flag),
-    **dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), Flag),
-}
-CALIBRATION = {
-    **dict.fromkeys(("greedy", "sampled"), Annotated[list[Number], Field(min_length=1)]),
-    "noise": Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)],
-    "tree": TreeKeys | None,
-}
-ORIGIN = {"sha256": Annotated[str, Field(pattern="^[0-9a-f]{64}$")], "source": Text}
-OURS = {  # written by heads.kinds.checkpoint
-    "kind": Text,
+    "eagle_aux_hidden_state_layer_ids": LayerOutputs,
+    "aux_hidden_state_layer_ids": Layers,
     "taps": Annotated[Layers, Field(min_length=1)],
-    "block_size": Size,
-    "engines": list[str] | None,
-    "target": section("OriginKeys", ORIGIN, "sha256") | None,
-    "target_num_layers": Annotated[int, Field(gt=0)],
+    "proposal_methods": list[dict[str, Any]],
+    "sha256": Annotated[str, Field(pattern="^[0-9a-f]{64}$")],
     "acceptance_length": dict[str, Number],  # on held-out prompts, by temperature
     "target_rope": dict[str, Any],
-    "calibration": section("CalibrationKeys", CALIBRATION, "greedy", "sampled") | None,
+    "calibration": Calibration,
 }
-EAGLE = {"eagle_aux_hidden_state_layer_ids": LayerOutputs, "norm_before_fc": Flag}
-SERVING = {
-    "proposal_methods": list[section("ProposalKeys", {"speculative_tokens": int | None})] | None,  # type: ignore[misc]
-    "verifier": section("VerifierKeys", {"name_or_path": Text}) | None,
-}
-HEAD_KEYS = section(
-    "HeadKeys",
-    {
-        **LAYER,
-        **BLOCK,
-        "architectures": list[str] | None,
-        **dict.fromkeys(("target_hidden_size", "draft_vocab_size", "num_target_layers", "sliding_window"), Size),
-        **dict.fromkeys(("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"), Flag),
-        **dict.fromkeys(("sliding_window_non_causal", "is_causal"), Flag),
-        **dict.fromkeys(("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"), Layers | None),
-        "eagle_config": section("EagleKeys", EAGLE) | None,
-        "dflash_config": section("BlockKeys", BLOCK) | None,
-        "speculators_model_type": Text,
-        "transformer_layer_config": section("LayerKeys", LAYER),
-        "speculators_config": section("SpeculatorsKeys", SERVING) | None,
-        "headstart": section("HeadstartKeys", OURS),
-    },
-)
+fields: Any = {key: (kind | None, None) for key, kind in KEYS.items()}
+HEAD_KEYS = create_model("HEAD_KEYS", __config__=ConfigDict(extra="allow"), **fields)
+
+
+def wrong_keys(config: dict[str, Any], place: str = "") -> Iterator[str]:
+    """Each key of a head's config.json, or of a section of it, that has a wrong type."""
+    try:
+        HEAD_KEYS.model_validate(config)
+    except ValidationError as failed:
+        for each in failed.errors():
+            key = ".".join(map(str, each["loc"]))
+            yield f"{place}{key}: {reprlib.repr(each['input'])} given, {each['msg']}"
+    for section in SECTIONS.split():
+        if isinstance(config.get(section), dict):
+            yield from wrong_keys(config[section], f"{place}{section}.")

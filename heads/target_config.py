@@ -345,12 +345,13 @@ class TargetOrigin:
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "TargetOrigin | None":
         """The origin in a head's config.json; None for heads that record none, such as published ones."""
-        recorded = config.get("headstart", {}).get("target")
-        return None if recorded is None else cls.from_record(recorded)
+        return cls.from_record(config.get("headstart", {}).get("target"))
 
     @classmethod
-    def from_record(cls, recorded: dict[str, Any]) -> "TargetOrigin":
-        """The inverse of `to_config`."""
+    def from_record(cls, recorded: Any) -> "TargetOrigin | None":
+        """The inverse of `to_config`; None for a record without a digest."""
+        if not isinstance(recorded, dict) or "sha256" not in recorded:
+            return None
         return cls(recorded["sha256"], recorded.get("source"), recorded.get("content"))
 
     def to_config(self) -> dict[str, str]:

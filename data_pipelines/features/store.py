@@ -109,15 +109,9 @@ def copy_shards(into: Path, stores: list[tuple[Path, Json]]) -> list[Json]:
 
 def merge_values(about: Json) -> Json:
     """The values that must be equal in manifests to merge."""
-    target = target_of(about)
+    target = TargetOrigin.from_record(about.get("target"))
     sha256, content = (None, None) if target is None else (target.sha256, target.content)
     return {**{key: about.get(key) for key in MERGE_KEYS}, "target": sha256, CONTENT: content}
-
-
-def target_of(about: Json) -> TargetOrigin | None:
-    """The target that a store was made with; None if it is not recorded."""
-    target = about.get("target")
-    return TargetOrigin.from_record(target) if isinstance(target, dict) and "sha256" in target else None
 
 
 def describe_store(folder: Path) -> str:
@@ -140,7 +134,7 @@ def origin(about: Json) -> Json:
 def existing_store(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage:
     """An existing store as the features stage of a recipe; raises ValueError for another target or a missing tap."""
     about = read_manifest(folder)
-    made_with = target_of(about)
+    made_with = TargetOrigin.from_record(about.get("target"))
     if made_with is None or made_with.is_another(TargetOrigin.of(folder_of(recipe.target))):
         problem = f"data.store: {folder} was made with other weights or another config ({about.get('target')})"
         advice = "give a store of this target, or remove data.store to harvest one"
