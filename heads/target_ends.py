@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
@@ -45,8 +45,13 @@ class TargetEnds:
 
     @classmethod
     def from_class(cls, model: PreTrainedModel) -> "TargetEnds":
-        """From the class of a model, without touching this one."""
-        return ends_of_class(ModelClass(type(model), model.config.to_json_string(use_diff=False), model.config))
+        """From the class of a model, without touching this one; raises ValueError if it has no such ends."""
+        key = type(model), model.config.to_json_string(use_diff=False)
+        if key not in ENDS_OF_CLASSES:
+            with torch.device("meta"):  # with an attention that every class knows
+                twin = type(model)._from_config(deepcopy(model.config), attn_implementation="eager")
+            ENDS_OF_CLASSES[key] = cls.of_twin(twin, TargetConfig.from_dict(model.config.to_dict()))
+        return ENDS_OF_CLASSES[key]
 
     @classmethod
     def of_twin(cls, twin: PreTrainedModel, config: TargetConfig) -> "TargetEnds":
@@ -74,21 +79,7 @@ class TargetEnds:
             return ends
 
 
-@dataclass(frozen=True)
-class ModelClass:
-    """A model's class and its configuration, which is compared by its JSON text."""
-
-    kind: type[PreTrainedModel]
-    text: str
-    config: Any = field(compare=False)
-
-
-@lru_cache(maxsize=4)
-def ends_of_class(model: ModelClass) -> TargetEnds:
-    """The ends of all models of a class; raises ValueError if they have none."""
-    with torch.device("meta"):  # with an attention that every class knows
-        twin = model.kind._from_config(deepcopy(model.config), attn_implementation="eager")
-    return TargetEnds.of_twin(twin, TargetConfig.from_dict(model.config.to_dict()))
+ENDS_OF_CLASSES: dict[tuple[type[PreTrainedModel], str], TargetEnds] = {}  # by configuration, as JSON text
 
 
 @lru_cache(maxsize=4)
