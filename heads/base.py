@@ -189,6 +189,11 @@ class DraftHead(nn.Module, ABC):
         return [module for module in self.modules() if any(isinstance(part, Projections) for part in module.children())]
 
     @property
+    def starts_linear(self) -> bool:
+        """Whether it can start as a fitted map: only such a head has `linear_inputs` and `start_with_fit`."""
+        return False
+
+    @property
     def cache_shape(self) -> tuple[int, int, int] | None:
         """(layers, kv_heads, head_dim) of the head's KV cache; None if it needs none."""
         return self.shape.cache_shape
@@ -227,7 +232,6 @@ class LevelHead(DraftHead):
     trained_by = "unroll"
     drafted_by = "levels"
 
-    @abstractmethod
     def forward(
         self,
         features: Features,
@@ -238,6 +242,16 @@ class LevelHead(DraftHead):
         level: int = 0,
     ) -> Hidden:
         """The head's hidden state at each index, attending to what the cache and the additive mask allow."""
+        return self.run(self.embedded(tokens, level), features, self.rotary[positions], mask, cache)
+
+    def embedded(self, tokens: Tokens, level: int) -> Hidden:
+        return self.embedding[tokens]
+
+    def run(
+        self, embedded: Hidden, features: Features, rotary: Tensor, mask: Mask | None, cache: AttentionCache | None
+    ) -> Hidden:
+        """`forward`, given the embeddings and the rows of the rotary table."""
+        raise NotImplementedError
 
     @abstractmethod
     def logits(self, hidden: Float[Tensor, "*axes hidden"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:

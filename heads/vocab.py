@@ -58,8 +58,7 @@ class DraftVocab:
     def from_ids(cls, ids: Tensor, target_size: int) -> "DraftVocab":
         """From the ids in the token_map of a head's file; raises ValueError for ids that are not ascending."""
         check_list("token_map", ids)
-        advice = "correct token_map, or convert the head with headstart convert"
-        return cls._ascending("token_map", ids.long(), target_size, advice)
+        return cls._ascending("token_map", ids.long(), target_size, "sort it, and the rows of lm_heads with it")
 
     @classmethod
     def _ascending(cls, name: str, ids: Tensor, target_size: int, advice: str) -> "DraftVocab":

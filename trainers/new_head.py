@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import fields
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -14,7 +15,7 @@ from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.base import DraftHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import KINDS, draft_vocab, head_taps, load_head_for, new_head
-from headstart.heads.kinds.linear_start import LeastSquares, LinearStart
+from headstart.heads.kinds.linear_start import LeastSquares
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
@@ -108,14 +109,12 @@ def differences_from(recipe: Recipe, head: DraftHead, frozen: FrozenTarget) -> l
     return wrong
 
 
-def fit_first_weights(
-    head: DraftHead, frozen: FrozenTarget, store: SampleStore, accelerator: Accelerator, seed: int
-) -> None:
+def fit_first_weights(head: Any, frozen: FrozenTarget, store: SampleStore, accelerator: Accelerator, seed: int) -> None:
     """Let a new head start as the linear map, fitted to the first samples, that predicts the next state.
 
     Heads that cannot start so stay as they were initialised. All ranks must call this; the main rank fits.
     """
-    if not isinstance(head, LinearStart) or not head.starts_linear:
+    if not head.starts_linear:
         return
     if accelerator.is_main_process:
         fit = LeastSquares()
@@ -130,7 +129,7 @@ def fit_first_weights(
 
 
 @torch.no_grad()
-def add_sample(fit: LeastSquares, head: LinearStart, frozen: FrozenTarget, sample: Sample) -> None:
+def add_sample(fit: LeastSquares, head: Any, frozen: FrozenTarget, sample: Sample) -> None:
     """Add the inputs and outputs of the head's first level: the taps at a position and the next token, and the target's
     normed state at the next position.
 

@@ -16,33 +16,28 @@ MISSING_NORMS = {"llama_cpp": ("fc_norm", "norm_output")}  # keys of EAGLE-3.1's
 # the target. Read on 26 November 2026: vLLM 0.33.0 refuses where its own class of the target lacks SupportsEagle3
 # (families without such a class run by transformers, which has it), SGLang 0.5.23 where the class lacks
 # set_eagle3_layers_to_capture. Nothing is said about families that are not listed; TensorRT-LLM was not read.
-# fmt: off
-NEITHER = (
-    "axk1", "cohere", "cohere2", "ernie4_5_moe", "ernie4_5_vl_moe_text", "falcon", "falcon_h1", "gemma", "gemma2",
-    "gemma3n_text", "glm4", "glm4v_moe_text", "glm4v_text", "granitemoehybrid", "hy_v3", "hy_v4", "hyperclovax",
-    "jamba", "lfm2", "lfm2_moe", "mixtral", "nemotron", "olmo_hybrid", "olmoe", "qwen2_vl_text",
-)
-ONLY_SGLANG = (
-    "exaone_moe", "gemma3_text", "glm4_moe", "glm4_moe_lite", "longcat_flash", "qwen2_moe",
-)
-ONLY_VLLM = (
-    "afmoe", "arcee", "cohere2_moe", "deepseek_v4", "ernie4_5", "exaone4", "glm", "granite", "granite_swa",
-    "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "kimi_linear",
-    "laguna", "mimo_v2_flash", "minicpm3", "nemotron_h", "olmo", "olmo2", "olmo3", "seed_oss", "smollm3",
-    "starcoder2",
-)
-# fmt: on
+NEITHER = """
+    axk1 cohere cohere2 ernie4_5_moe ernie4_5_vl_moe_text falcon falcon_h1 gemma gemma2 gemma3n_text glm4
+    glm4v_moe_text glm4v_text granitemoehybrid hy_v3 hy_v4 hyperclovax jamba lfm2 lfm2_moe mixtral nemotron
+    olmo_hybrid olmoe qwen2_vl_text
+"""
+ONLY_SGLANG = "exaone_moe gemma3_text glm4_moe glm4_moe_lite longcat_flash qwen2_moe"
+ONLY_VLLM = """
+    afmoe arcee cohere2_moe deepseek_v4 ernie4_5 exaone4 glm granite granite_swa granitemoe granitemoe_swa
+    granitemoeshared hunyuan_v1_dense hunyuan_v1_moe kimi_linear laguna mimo_v2_flash minicpm3 nemotron_h olmo olmo2
+    olmo3 seed_oss smollm3 starcoder2
+"""
 REFUSED = {
-    "vllm": ("vLLM 0.33.0", frozenset([*NEITHER, *ONLY_SGLANG])),
-    "sglang": ("SGLang 0.5.23", frozenset([*NEITHER, *ONLY_VLLM])),
+    "vllm": ("vLLM 0.33.0", frozenset((NEITHER + ONLY_SGLANG).split())),
+    "sglang": ("SGLang 0.5.23", frozenset((NEITHER + ONLY_VLLM).split())),
 }
 
 
 def architectures(subject: Subject, engine: str) -> Iterator[Violation]:
     allowed = subject.layout.architectures.get(engine)
-    named = subject.files.config.get("architectures") or []
+    named = subject.files.config.get("architectures") or [None]
     if allowed is not None and not allowed & set(named):
-        yield config_error(engine, "architectures", named, f"{' or '.join(sorted(allowed))} is allowed")
+        yield config_error(engine, "architectures", named, f"{' or '.join(sorted(filter(None, allowed)))} is allowed")
 
 
 def layer_options(subject: Subject, engine: str) -> Iterator[Violation]:

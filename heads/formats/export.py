@@ -23,7 +23,6 @@ from shlex import quote
 import torch
 from torch import Tensor
 
-from headstart.common.errors import wrong_value
 from headstart.common.files import read_json
 from headstart.heads.files import MODEL, HeadFiles, read_safetensors, refuse_existing, write_folder, write_safetensors
 from headstart.heads.formats.card import acceptance_lengths, card
@@ -70,7 +69,6 @@ def export(recipe: Recipe) -> Path:
 
     files, stored = HeadFiles(folder, config, tensors), tensors
     if in_eight_bits:  # everything is checked with the numbers that engines will compute with
-        refuse_float8(section, files)
         config["quantization_config"], stored = FLOAT8_CONFIG, in_float8(tensors)
         files = replace(files, tensors=without_scales(stored, folder))
     by_engine = checked_engines(section, files, frozen)
@@ -93,14 +91,6 @@ def export(recipe: Recipe) -> Path:
         f"it: hf upload ORG/NAME {quote(str(folder))}"
     )
     return folder
-
-
-def refuse_float8(section: ExportSection, files: HeadFiles) -> None:
-    """Raise ValueError if the format's engine does not read such a head in float8."""
-    if FORMATS[section.format] not in layout_of(files).float8:
-        given = f"'float8' with export.format {section.format!r} for a head of kind {layout_of(files).kind.kind}"
-        remedy = "choose bfloat16, or export an EAGLE head for vllm"
-        raise wrong_value("export.dtype", given, "a head that its engine reads in float8 is", remedy)
 
 
 def checked_engines(section: ExportSection, files: HeadFiles, frozen: FrozenTarget) -> dict[str, list[Violation]]:

@@ -23,11 +23,7 @@ def import_head(files: HeadFiles, frozen: FrozenTarget) -> tuple[DraftHead, list
     """
     subject, translation = translate(files, frozen)
     rules = (*tensor_rules.WEIGHTS, config_rules.fits_the_target)
-    translation.refused += [each.text for rule in rules for each in rule(subject, "headstart")]
-    if translation.refused:
-        wrong = [*translation.refused, *misfits(subject, translation)]
-        advice = "correct the files, or get a head that headstart can represent"
-        raise ValueError(f"{files.folder} cannot be used: {'; '.join(wrong)}; {advice}")
+    refused = translation.refused + [each.text for rule in rules for each in rule(subject, "headstart")]
     translation.config["headstart"] = {
         "taps": list(subject.taps),
         "target_num_layers": frozen.config.num_layers,
@@ -35,7 +31,15 @@ def import_head(files: HeadFiles, frozen: FrozenTarget) -> tuple[DraftHead, list
         **{key: value for key, value in subject.note.items() if key != "engines"},
         "kind": subject.kind,
     }
-    return head_from_files(files.folder, translation.config, translation.tensors, frozen), translation.inferred
+    try:
+        if not subject.missing_sizes:
+            head = head_from_files(files.folder, translation.config, translation.tensors, frozen)
+    except ValueError as error:
+        refused.append(str(error))
+    if refused:
+        advice = "correct the files, or get a head that headstart can represent"
+        raise ValueError(f"{files.folder} cannot be used: {'; '.join(refused)}; {advice}")
+    return head, translation.inferred
 
 
 def translate(files: HeadFiles, frozen: FrozenTarget) -> tuple[Subject, Translation]:
@@ -63,10 +67,3 @@ def vllm_name(name: str) -> str:
     if lm_head := MEDUSA_LM_HEAD.fullmatch(name):
         return f"lm_heads.{lm_head[1]}.weight"
     return name
-
-
-def misfits(subject: Subject, translation: Translation) -> list[str]:
-    """The missing, misshapen and unknown tensors of a refused head; others are checked when the head is built."""
-    files = HeadFiles(subject.files.folder, subject.files.config, translation.tensors)
-    wrong = tensor_rules.names_and_shapes(Subject(files, subject.layout, subject.frozen), "tensorrt_llm")
-    return [each.text for each in wrong]

@@ -30,6 +30,7 @@ def infer_attention(subject: Subject, translation: Translation) -> None:
     """Report the sizes that a Llama's config.json may omit; our layers fill them in as every engine does."""
     config = subject.config
     if subject.missing_sizes:
+        translation.refused += [f"{key}: missing; add the head's size to config.json" for key in subject.missing_sizes]
         return
     heads = config["num_attention_heads"]
     if config.get("num_key_value_heads") is None:

@@ -81,7 +81,8 @@ class Layout:
     shapes: Callable[["Subject", str], dict[str, tuple[int, ...]]] = lambda subject, engine: {}  # of the tensors needed
     optional: frozenset[str] = frozenset()  # tensors that it may have, too
     sizes: tuple[str, ...] = LAYER_SIZES  # keys of config.json that give the shapes
-    architectures: dict[str, set[str]] = field(default_factory=dict)  # by engine, the names one of which is needed
+    # By engine, the names one of which is needed; with None among them, it may be left out.
+    architectures: dict[str, set[str | None]] = field(default_factory=dict)
     rename: Callable[[str], str] = str  # the one spelling of a tensor's name
     write: Callable[[Any, ServedTarget], Files] | None = None  # the files of a head, if a format of its own has them
     captured_taps: Callable[["Subject", str], list[int]] | None = None  # those of an engine, if they may differ
@@ -131,10 +132,6 @@ class Subject:
             return self.layout.kind.config_taps(self.config, self.frozen.config)
         except ValueError:
             return ()
-
-    @property
-    def target_hidden_size(self) -> Any:
-        return self.config.get("target_hidden_size") or self.config.get("hidden_size")
 
     @property
     def draft_vocab_size(self) -> Any:

@@ -130,33 +130,35 @@ def block_taps(config: dict[str, Any]) -> tuple[int, ...]:
     return taps
 
 
-def trained_block_size(config: dict[str, Any]) -> int:
-    """The slots that a head was trained with, which our own files note apart from what engines read."""
-    return int(config.get("headstart", {}).get("block_size") or block_key(config, "block_size"))
+def slot_misfits(config: dict[str, Any], target: TargetConfig) -> Iterator[tuple[str, Any, str]]:
+    """Each key that a head cannot have with its value, the value, and what is allowed; a missing one costs acceptance.
+
+    Our own files note the slots that a head was trained with apart from those that engines read.
+    """
+    for key, default in NEEDED.items():
+        if block_key(config, key) is None:
+            yield key, None, f"the one that the head was trained with is required: without the key {default}"
+    size, token = block_key(config, "block_size"), block_key(config, "mask_token_id")
+    trained = config.get("headstart", {}).get("block_size") or size
+    if size is not None and not 2 <= size <= trained:
+        yield "block_size", size, f"2 to the {trained} slots that the head was trained with is allowed"
+    if token is not None and not 0 <= token < target.vocab_size:
+        yield "mask_token_id", token, f"0 to the target's {target.vocab_size - 1} is allowed, a row of its embedding"
 
 
 def block_shape(config: dict[str, Any], target: TargetConfig, own_lm_head: bool) -> BlockShape:
     """The shape that a config.json describes; raises ValueError that names what is missing or cannot be represented."""
-    if missing := [f"{key} ({default})" for key, default in NEEDED.items() if block_key(config, key) is None]:
-        advice = "a wrong one silently costs acceptance: add what the head was trained with"
-        raise ValueError(f"config.json lacks {', '.join(missing)}; {advice}")
-    size, trained = block_key(config, "block_size"), trained_block_size(config)
-    if size > trained:
-        allowed = f"2 to the {trained} slots that the head was trained with is allowed"
-        raise ValueError(f"block_size: {size} given, {allowed}; correct config.json")
-    mask_token_id, rank = block_key(config, "mask_token_id"), block_key(config, "markov_rank", 0)
-    if not 0 <= mask_token_id < target.vocab_size:
-        allowed = f"0 to the target's {target.vocab_size - 1} is allowed; correct config.json"
-        raise ValueError(f"mask_token_id: {mask_token_id} given, {allowed}")
-    if others := [*other_computations(config, target)]:
-        raise ValueError(f"config.json asks for {'; '.join(others)}; choose another head")
+    wrong = [f"{key}: {value} given, {allowed}" for key, value, allowed in slot_misfits(config, target)]
+    if wrong := [*wrong, *other_computations(config, target)]:
+        raise ValueError(f"config.json: {'; '.join(wrong)}; correct it, or choose another head")
+    rank = block_key(config, "markov_rank", 0)
     return BlockShape.from_config(
         config,
         target,
         taps=block_taps(config),
         reaches=tuple(layer_reaches(config)),
-        block_size=size,
-        mask_token_id=mask_token_id,
+        block_size=block_key(config, "block_size"),
+        mask_token_id=block_key(config, "mask_token_id"),
         sample_from_anchor=block_key(config, "sample_from_anchor"),
         markov_rank=rank,
         markov_gate=rank > 0 and block_key(config, "markov_head_type") == "gated",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Features, Hidden, LastHiddenHead, Mask, Positions, Tokens, input_scales
+from headstart.heads.base import Features, Hidden, LastHiddenHead, Mask, input_scales
 from headstart.heads.frozen import FrozenTarget, drop_embedding
 from headstart.heads.layers import Attention, AttentionCache, DecoderLayer, LayerShape
 from headstart.heads.target_config import TargetConfig
@@ -79,15 +79,9 @@ class Eagle1Head(LastHiddenHead):
         # SGLang's `fc` always has a bias and leaves it uninitialised if the file has none.
         return {"fc.bias": self.fc.weight.new_zeros(self.shape.hidden_size), **self.folded_state()}
 
-    def forward(
-        self,
-        features: Features,
-        tokens: Tokens,
-        positions: Positions,
-        mask: Mask | None = None,
-        cache: AttentionCache | None = None,
-        level: int = 0,
+    def run(
+        self, embedded: Hidden, features: Features, rotary: Tensor, mask: Mask | None, cache: AttentionCache | None
     ) -> Hidden:
-        both = torch.cat([self.embedding[tokens], features], dim=-1)  # embedding first
+        both = torch.cat([embedded, features], dim=-1)
         inputs = self.fc(both if self.input_scale is None else both * self.input_scale)
-        return self.layers[0](inputs, self.rotary[positions], mask, cache, 0)
+        return self.layers[0](inputs, rotary, mask, cache, 0)

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from headstart.heads.base import Features, Hidden, LevelHead, Mask, Positions, Tokens
+from headstart.heads.base import Features, Hidden, LevelHead, Mask, Tokens
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.kinds.linear_start import LeastSquares, LinearStart
+from headstart.heads.kinds.linear_start import LeastSquares
 from headstart.heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
@@ -39,6 +39,11 @@ class Eagle3Shape(LayerShape):
         return self.fc_norm
 
 
+def midlayer_name(name: str) -> str:
+    """The reference's name of an EAGLE-3 tensor: midlayer, which speculators, vLLM and others call layers.0."""
+    return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
+
+
 class Eagle3Layer(nn.Module):
     """A decoder layer over cat(norm(embedding), norm(feature)); the residual is the feature, normed or not."""
 
@@ -62,7 +67,7 @@ class Eagle3Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Eagle3Head(LinearStart, LevelHead):
+class Eagle3Head(LevelHead):
     """An EAGLE-3 head; its parameters are named as in the published checkpoints, so its state dict can be exported."""
 
     kind = "eagle3"
@@ -138,6 +143,8 @@ class Eagle3Head(LinearStart, LevelHead):
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "Eagle3Head":
         vocab = DraftVocab.from_tensors(tensors, frozen.config.vocab_size)
+        renamed = {midlayer_name(name): tensors.pop(name) for name in [*tensors]}
+        tensors.update(renamed)
         return cls(cls.config_shape(config, tensors, frozen.config), frozen, vocab)
 
     @torch.no_grad()
@@ -248,17 +255,13 @@ class Eagle3Head(LinearStart, LevelHead):
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return taps if self.input_scale is None else taps * self.input_scale
 
-    def forward(
-        self,
-        features: Features,
-        tokens: Tokens,
-        positions: Positions,
-        mask: Mask | None = None,
-        cache: AttentionCache | None = None,
-        level: int = 0,
+    def embedded(self, tokens: Tokens, level: int) -> Hidden:
+        return self.embed_tokens(tokens) if self.shape.own_embedding else self.embedding[tokens]
+
+    def run(
+        self, embedded: Hidden, features: Features, rotary: Tensor, mask: Mask | None, cache: AttentionCache | None
     ) -> Hidden:
-        embedded = self.embed_tokens(tokens) if self.shape.own_embedding else self.embedding[tokens]
-        return self.midlayer(embedded, features, self.rotary[positions], mask, cache)
+        return self.midlayer(embedded, features, rotary, mask, cache)
 
     def logits(self, hidden: Float[Tensor, "*axes hidden"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
         return self.lm_head(self.norm(hidden))

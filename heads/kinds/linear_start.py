@@ -1,12 +1,8 @@
 """A start of training: the linear map, fitted by least squares, that predicts the target's next state."""
 
-from abc import abstractmethod
-
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
-
-from headstart.heads.base import DraftHead
 
 RIDGE = 0.01  # added to the mean square of every input, which is about 1
 
@@ -39,22 +35,3 @@ class LeastSquares:
         """The directions in which the inputs from number `first` on move the outputs most. [outputs, rank]"""
         moments = weight.T @ self.products[first:, first:] @ weight
         return torch.linalg.eigh(moments).eigenvectors[:, -rank:]
-
-
-class LinearStart(DraftHead):
-    """A head that can start as a fitted map."""
-
-    @property
-    @abstractmethod
-    def starts_linear(self) -> bool:
-        """Whether a head of these sizes can."""
-
-    @abstractmethod
-    def linear_inputs(
-        self, taps: Float[Tensor, "count tapped"], tokens: Int[Tensor, " count"]
-    ) -> Float[Tensor, "count inputs"]:
-        """The inputs of the map: what the first level reads of the taps at a position and of the next token."""
-
-    @abstractmethod
-    def start_with_fit(self, fit: LeastSquares, generator: torch.Generator) -> None:
-        """Set the weights to the fitted map from these inputs to the target's normed state at the next position."""

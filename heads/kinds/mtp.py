@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_layers import MtpModel
 
-from headstart.heads.base import EXTRA_ROTARY_POSITIONS, Features, Hidden, LastHiddenHead, Mask, Positions, Tokens
+from headstart.heads.base import EXTRA_ROTARY_POSITIONS, Features, Hidden, LastHiddenHead, Mask
 from headstart.heads.files import read_json_object
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
 from headstart.heads.layers import AttentionCache, attention
@@ -186,22 +186,10 @@ class MtpHead(LastHiddenHead):
         state = self.state_dict()
         return {name: part for key, stored in self.stored.items() for name, part in stored.split(state[key]).items()}
 
-    def forward(
-        self,
-        features: Features,
-        tokens: Tokens,
-        positions: Positions,
-        mask: Mask | None = None,
-        cache: AttentionCache | None = None,
-        level: int = 0,
-    ) -> Hidden:
-        rotary = self.rotary[positions].expand(len(tokens), -1, -1)
-        return self.run(self.embedding[tokens], features, rotary, mask, cache)
-
     def run(
         self, embedded: Hidden, features: Features, rotary: Tensor, mask: Mask | None, cache: AttentionCache | None
     ) -> Hidden:
-        turns = rotary.chunk(2, dim=-1)  # cosines and sines, [batch, seq, head_dim] each
+        turns = rotary.expand(len(embedded), -1, -1).chunk(2, dim=-1)  # cosines and sines, [batch, seq, head_dim] each
         inputs = {"attention_mask": mask, "position_ids": None, "past_key_values": None, "head_cache": cache}
         return self.layer(embedded, features, position_embeddings=turns, **inputs)
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from headstart.heads.base import Features, Hidden, Mask, Positions, Tokens, TrainingPasses
+from headstart.heads.base import Features, Hidden, Mask, Tokens, TrainingPasses
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.layers import Attention, AttentionCache, DecoderLayer
@@ -79,12 +79,6 @@ class PEagleHead(Eagle3Head):
             depths=config.get("headstart", {}).get("depths"),
         )
 
-    @classmethod
-    def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "Eagle3Head":
-        for name in [name for name in tensors if name.startswith("layers.0.")]:
-            tensors["midlayer." + name.removeprefix("layers.0.")] = tensors.pop(name)
-        return super().from_engine(config, tensors, frozen)
-
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
         super().initialise(frozen, generator)
@@ -107,19 +101,14 @@ class PEagleHead(Eagle3Head):
     def own_keys(self) -> dict[str, Any]:
         return {} if self.shape.depths is None else {"depths": self.shape.depths}
 
-    def forward(
-        self,
-        features: Features,
-        tokens: Tokens,
-        positions: Positions,
-        mask: Mask | None = None,
-        cache: AttentionCache | None = None,
-        level: int = 0,
+    def embedded(self, tokens: Tokens, level: int) -> Hidden:
+        """At level 0 an entry may also be one of `mask_entries`."""
+        return super().embedded(torch.full_like(tokens, self.shape.mask_token_id) if level else tokens, level)
+
+    def run(
+        self, embedded: Hidden, features: Features, rotary: Tensor, mask: Mask | None, cache: AttentionCache | None
     ) -> Hidden:
-        """As `LevelHead.forward`; at level 0 an entry may also be one of `mask_entries`."""
-        if level:
-            tokens = torch.full_like(tokens, self.shape.mask_token_id)
-        hidden, rotary = super().forward(features, tokens, positions, mask, cache), self.rotary[positions]
+        hidden = super().run(embedded, features, rotary, mask, cache)
         for number, layer in self.layers.items():
             hidden = layer(hidden, rotary, mask, cache, int(number))
         return hidden

@@ -148,7 +148,7 @@ MISTAKES = [
     speculators(IDS, config=put(**{IDS: [1, 2, 3]})),
     # Block heads
     dspark("sample_from_anchor", config=drop("sample_from_anchor"), text="missing"),
-    dspark("block_size", config=drop("block_size"), text="without it SGLang takes 16, speculators 8"),
+    dspark("block_size", config=drop("block_size"), text="without the key SGLang takes 16"),
     dspark("mask_token_id", config=drop("mask_token_id"), text="without the key SGLang takes the token"),
     dspark("mask_token_id", config=put(mask_token_id=50), text="a token outside the draft vocabulary"),
     dspark("block_size", config=put(block_size=5), text="5 found; 2 to the 4 slots that the head was trained with"),

@@ -6,7 +6,7 @@ from pathlib import Path
 from shlex import quote
 
 from headstart.heads.files import HeadFiles
-from headstart.heads.formats import commands, config_rules, tensor_rules
+from headstart.heads.formats import commands, config_rules, steps, tensor_rules
 from headstart.heads.formats.config_rules import engine_default
 from headstart.heads.formats.speculators import speculators_config
 from headstart.heads.formats.subject import (
@@ -23,27 +23,17 @@ from headstart.heads.formats.subject import (
     config_error,
     tensor_error,
 )
-from headstart.heads.formats.translation import (
-    VERIFIER,
-    infer_attention,
-    infer_rope,
-    infer_vocabulary,
-    leaving_out,
-    share_embedding,
-)
 from headstart.heads.kinds.block import CONFIDENCE, BlockHead
 from headstart.heads.kinds.block_attention import Reach
 from headstart.heads.kinds.block_config import (
     HIDDEN_STATES,
     LAYER_OUTPUTS,
-    NEEDED,
     NESTED,
     BlockShape,
     block_key,
     is_block_config,
     layer_reaches,
-    other_computations,
-    trained_block_size,
+    slot_misfits,
 )
 from headstart.heads.kinds.checkpoint import head_config
 
@@ -56,27 +46,21 @@ def is_block(files: HeadFiles) -> bool:
     return is_block_config(files.config) or "hidden_norm.weight" in files.names
 
 
-def block_size(subject: Subject, engine: str) -> Iterator[Violation]:
-    """The number of slots is fixed by training; another one drafts worse at every depth."""
-    size = block_key(subject.config, "block_size")
-    if not isinstance(size, int) or size < 2:
-        allowed = f"the number of slots that the head was trained with is allowed: without it {NEEDED['block_size']}"
-        yield config_error(engine, "block_size", size, allowed)
-    elif size > (trained := trained_block_size(subject.config)):
-        allowed = f"2 to the {trained} slots that the head was trained with is allowed"
-        yield config_error(engine, "block_size", size, allowed)
-
-
-def slot_convention(subject: Subject, engine: str) -> Iterator[Violation]:
-    """Whether slot k predicts the token at its own position or the next one; off by one, no draft is accepted."""
-    if block_key(subject.config, "sample_from_anchor") is None:
-        default = "false, for dspark too" if subject.layout.is_speculators else "true for DSpark alone"
-        allowed = f"true or false is required: without the key an engine assumes {default}"
-        yield config_error(engine, "sample_from_anchor", None, allowed)
-    rank = block_key(subject.config, "markov_rank", 0)
-    if engine == "sglang" and block_key(subject.config, "sample_from_anchor") and not rank:
+def slots(subject: Subject, engine: str) -> Iterator[Violation]:
+    """With another number of slots a head drafts worse at every depth; by another convention no draft is accepted."""
+    config = subject.config
+    for key, value, allowed in slot_misfits(config, subject.frozen.config):
+        yield config_error(engine, key, value, allowed)
+    rank, token = block_key(config, "markov_rank", 0), block_key(config, "mask_token_id")
+    if engine == "sglang" and block_key(config, "sample_from_anchor") and not rank:
         allowed = "1 or more is allowed: SGLang serves heads that sample from the anchor only with a Markov head"
         yield config_error(engine, "markov_rank", rank, allowed)
+    d2t = subject.tensors.get("d2t")
+    if d2t is not None and d2t.ndim == 1 and not d2t.is_floating_point():
+        ids = d2t.long() + d2t.new_ones(len(d2t)).long().cumsum(0) - 1
+        if token in ids.tolist():
+            allowed = "a token outside the draft vocabulary is allowed: the head would draft its own mark for a slot"
+            yield config_error(engine, "mask_token_id", token, allowed)
 
 
 def causality(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -116,22 +100,6 @@ def makes_causal(subject: Subject, engine: str, reach: Reach) -> bool:
         elif config["speculators_model_type"] == "dflash":
             switch = non_causal is False
     return own_causal if switch is None else bool(switch)
-
-
-def mask_token(subject: Subject, engine: str) -> Iterator[Violation]:
-    """The token whose embedding fills the slots: a row of the embedding, and never one that the head drafts."""
-    token, target = block_key(subject.config, "mask_token_id"), subject.frozen.config
-    if not isinstance(token, int) or not 0 <= token < target.vocab_size:
-        allowed = f"0 to {target.vocab_size - 1} is allowed, a row of the target's embedding"
-        allowed += f": without the key {NEEDED['mask_token_id']}" if token is None else ""
-        yield config_error(engine, "mask_token_id", token, allowed)
-        return
-    d2t = subject.tensors.get("d2t")
-    if d2t is not None and d2t.ndim == 1 and not d2t.is_floating_point():
-        ids = d2t.long() + d2t.new_ones(len(d2t)).long().cumsum(0) - 1
-        if bool((ids == token).any()):
-            allowed = "a token outside the draft vocabulary is allowed: the head would draft its own mark for a slot"
-            yield config_error(engine, "mask_token_id", token, allowed)
 
 
 def taps(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -180,16 +148,6 @@ def own_lm_head(subject: Subject, engine: str) -> Iterator[Violation]:
         yield tensor_error(engine, name, MISSING, "a reduced draft vocabulary needs both d2t and lm_head.weight")
 
 
-def refuse_other_blocks(subject: Subject, translation: Translation) -> None:
-    """Refuse what a config.json of a block head may ask for but ours cannot do."""
-    config = subject.config
-    translation.refused += other_computations(config, subject.frozen.config)
-    if subject.layout.is_speculators and (named := config["speculators_model_type"]) not in ("dflash", "dspark"):
-        translation.refused.append(f"speculators_model_type {named!r}: only 'dflash' and 'dspark' are allowed")
-    translation.refused += [each.text for rule in (mask_token, block_size) for each in rule(subject, "headstart")]
-    translation.refused += [f"{key}: missing; add the head's size to config.json" for key in subject.missing_sizes]
-
-
 def infer_slots(subject: Subject, translation: Translation) -> None:
     """The slot convention, which the first DFlash and DSpark files do not name, and the layers that the head reads."""
     if block_key(subject.config, "sample_from_anchor") is None:
@@ -236,7 +194,7 @@ def draft_vocabulary(subject: Subject, engine: str) -> Iterator[Violation]:
 
 def shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
     config, hidden = subject.config, subject.config["hidden_size"]
-    frozen, vocab = tensor_rules.sized_target(subject, hidden)
+    frozen, vocab = tensor_rules.sized_target(subject)
     rank = block_key(config, "markov_rank", 0)
     shape = BlockShape.from_config(
         tensor_rules.layer_sizes(subject),
@@ -276,10 +234,8 @@ def speculators_command(head: BlockHead, target: ServedTarget, folder: Path) -> 
 RULES: tuple[Rule, ...] = (
     config_rules.architectures,
     config_rules.layer_options,
-    block_size,
-    slot_convention,
+    slots,
     causality,
-    mask_token,
     taps,
     own_lm_head,
     tensor_rules.names_and_shapes,
@@ -289,13 +245,12 @@ RULES: tuple[Rule, ...] = (
     *tensor_rules.WEIGHTS,
 )
 STEPS: tuple[Step, ...] = (
-    refuse_other_blocks,
-    infer_rope,
-    infer_attention,
+    steps.infer_rope,
+    steps.infer_attention,
     infer_slots,
-    share_embedding,
-    infer_vocabulary,
-    leaving_out(*VERIFIER, *CONFIDENCE),
+    steps.share_embedding,
+    steps.infer_vocabulary,
+    steps.leaving_out(*steps.VERIFIER, *CONFIDENCE),
 )
 BLOCK = Layout(
     name="block",

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from headstart.heads.files import HeadFiles
-from headstart.heads.formats import commands, config_rules, tensor_rules
+from headstart.heads.formats import commands, config_rules, steps, tensor_rules
 from headstart.heads.formats.config_rules import engine_default, num_captured_taps
 from headstart.heads.formats.speculators import not_in_speculators, speculators_config
 from headstart.heads.formats.subject import (
@@ -24,17 +24,9 @@ from headstart.heads.formats.subject import (
     config_error,
     tensor_error,
 )
-from headstart.heads.formats.translation import (
-    VERIFIER,
-    infer_attention,
-    infer_rope,
-    infer_vocabulary,
-    leaving_out,
-    share_embedding,
-)
 from headstart.heads.kinds.eagle1 import Eagle1Head, Eagle1Shape
-from headstart.heads.kinds.eagle3 import NORM_FLAGS, TAPS, Eagle3Head, Eagle3Shape
-from headstart.heads.kinds.peagle import MASK_TOKEN_KEYS, PEagleHead, PEagleShape, named_mask_token
+from headstart.heads.kinds.eagle3 import NORM_FLAGS, TAPS, Eagle3Head, midlayer_name
+from headstart.heads.kinds.peagle import MASK_TOKEN_KEYS, PEagleHead, named_mask_token
 
 EAGLE3_KEYS = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
@@ -49,15 +41,6 @@ def is_speculators(files: HeadFiles) -> bool:
     return "speculators_model_type" in files.config
 
 
-def midlayer_name(name: str) -> str:
-    """The reference's name of an EAGLE-3 tensor: midlayer, which speculators and others call layers.0."""
-    return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
-
-
-def speculators_name(name: str) -> str:
-    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
-
-
 def speculators_files(head: Eagle3Head, target: ServedTarget) -> Files:
     """The files that speculators and vLLM load as one model, which names its target (their "verifier")."""
     if head.shape.hidden_size != head.target.hidden_size:
@@ -70,33 +53,26 @@ def speculators_files(head: Eagle3Head, target: ServedTarget) -> Files:
         "embed_requires_grad": False,
         "eagle_aux_hidden_state_layer_ids": list(head.taps),
     }
-    tensors = {speculators_name(name): tensor for name, tensor in head.engine_tensors().items()}
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in head.engine_tensors().items()}
     if not head.shape.own_embedding:
         tensors["embed_tokens.weight"] = head.embedding
     return config, tensors
 
 
 def eagle1_shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
-    frozen, vocab = tensor_rules.sized_target(subject, subject.config["hidden_size"])
+    frozen, vocab = tensor_rules.sized_target(subject)
     shape = Eagle1Shape.from_config(tensor_rules.layer_sizes(subject), frozen.config)
     return tensor_rules.shapes_of(Eagle1Head(shape, frozen, vocab))
 
 
 def eagle3_shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
-    config, (frozen, vocab) = subject.config, tensor_rules.sized_target(subject, subject.target_hidden_size)
-    shape = Eagle3Shape.from_config(
-        tensor_rules.layer_sizes(subject),
-        frozen.config,
-        taps=tuple(range(num_captured_taps(subject, engine))),
-        fc_norm=bool(config.get("fc_norm")),
-        norm_before_fc=bool(config.get("norm_before_fc") or subject.eagle_config.get("norm_before_fc")),
-        own_embedding=config["hidden_size"] != frozen.config.hidden_size,
-    )
-    head = Eagle3Head(shape, frozen, vocab)
-    if subject.layout.kind is PEagleHead:
-        more = PEagleShape(**vars(shape), num_layers=config["num_hidden_layers"], mask_token_id=0)
-        head = PEagleHead(more, frozen, vocab)
-    shapes = tensor_rules.shapes_of(head)
+    config, kind = subject.config, subject.layout.kind
+    frozen, vocab = tensor_rules.sized_target(subject)
+    taps = [*range(num_captured_taps(subject, engine))]
+    norm_before_fc = bool(config.get("norm_before_fc") or subject.eagle_config.get("norm_before_fc"))
+    sizes = {**tensor_rules.layer_sizes(subject), TAPS: taps, "norm_before_fc": norm_before_fc, "mask_token_id": 0}
+    assert issubclass(kind, Eagle3Head)
+    shapes = tensor_rules.shapes_of(kind(kind.config_shape(sizes, {}, frozen.config), frozen, vocab))
     return shapes if len(vocab.ids) == config["vocab_size"] else {**shapes, "d2t": (len(vocab.ids),)}
 
 
@@ -138,20 +114,15 @@ def mask_token(subject: Subject, engine: str) -> Iterator[Violation]:
         yield config_error(engine, MASK_TOKEN_KEYS[0], token, allowed)
 
 
-def refuse_mask_token(subject: Subject, translation: Translation) -> None:
-    translation.refused += [each.text for each in mask_token(subject, "headstart")]
-
-
 def refuse_other_layers(subject: Subject, translation: Translation) -> None:
     """Refuse what a config.json may ask for but our layers cannot do."""
-    config, kind = subject.config, subject.layout.kind
-    if kind is not PEagleHead and (config.get("pard_token") is not None or "mask_hidden" in translation.tensors):
+    config = subject.config
+    if subject.layout.kind is not PEagleHead and config.get("pard_token") is not None:
         why = "a P-EAGLE head, which has both and vLLM's own layout"
         translation.refused.append(f"pard_token, mask_hidden: {why}; get its files in that layout")
     if (named := config.get("speculators_model_type", "eagle3")) != "eagle3":
         translation.refused.append(f"speculators_model_type {named!r}: eagle3, dflash and dspark are allowed")
-    layers = kind.max_layers or config.get("num_hidden_layers")
-    for key, allowed in (("hidden_act", "silu"), ("num_hidden_layers", layers), ("model_type", "llama")):
+    for key, allowed in (("hidden_act", "silu"), ("model_type", "llama")):
         if config.get(key, allowed) != allowed:
             translation.refused.append(f"{key} {config[key]!r}: only {allowed!r} is allowed")
     for key, allowed in (("use_aux_hidden_state", True), ("parallel_draft_step", 1)):
@@ -159,7 +130,6 @@ def refuse_other_layers(subject: Subject, translation: Translation) -> None:
             translation.refused.append(f"eagle_config.{key} {subject.eagle_config[key]!r}: only {allowed!r} is allowed")
     if "sliding_attention" in (config.get("layer_types") or []):
         translation.refused.append("layer_types with sliding_attention: only full_attention is allowed")
-    translation.refused += [f"{key}: missing; add the head's size to config.json" for key in subject.missing_sizes]
 
 
 def infer_taps(subject: Subject, translation: Translation) -> None:
@@ -175,11 +145,6 @@ def infer_taps(subject: Subject, translation: Translation) -> None:
         translation.inferred.append(f"taps: hidden_states {taps}, the default of every engine")
         if taps != engine_default(subject.frozen.config.num_layers):
             translation.refused.append(f"{TAPS}: missing, and the default taps collide in such a small target; add it")
-    projection = translation.tensors.get("fc.weight")
-    width = len(taps) * subject.frozen.config.hidden_size
-    if projection is not None and projection.ndim == 2 and projection.shape[1] != width:
-        reads = f"fc.weight reads {projection.shape[1]} features but {len(taps)} hidden states have {width}"
-        translation.refused.append(f"{reads}; set {TAPS} in config.json")
     translation.config[TAPS] = taps
 
 
@@ -212,8 +177,8 @@ RULES: tuple[Rule, ...] = (
     tensor_rules.vocabulary_map,
 )
 SPECULATORS: tuple[Rule, ...] = (*RULES, config_rules.speculators_sections, config_rules.speculators_verifier)
-STEPS: tuple[Step, ...] = (refuse_other_layers, infer_rope, infer_attention)
-EAGLE3_STEPS: tuple[Step, ...] = (*STEPS, infer_taps, infer_vocabulary, flatten_norms)
+STEPS: tuple[Step, ...] = (refuse_other_layers, steps.infer_rope, steps.infer_attention)
+EAGLE3_STEPS: tuple[Step, ...] = (*STEPS, infer_taps, steps.infer_vocabulary, flatten_norms)
 
 EAGLE1 = Layout(
     name="eagle1",
@@ -221,7 +186,7 @@ EAGLE1 = Layout(
     recognises=lambda files: {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= files.names,
     rules=dict.fromkeys(("vllm", "sglang"), (*SHARED, other_embedding, eagle1_bias)),
     commands={"vllm": partial(commands.vllm_command, "eagle"), "sglang": partial(commands.sglang_command, "EAGLE")},
-    steps=(*STEPS, share_embedding),
+    steps=(*STEPS, steps.share_embedding),
     float8=frozenset({"vllm"}),  # since vllm#28435
     shapes=eagle1_shapes,
     optional=frozenset({"fc.bias", "embed_tokens.weight"}),
@@ -243,7 +208,7 @@ EAGLE3 = Layout(
         "tensorrt_llm": commands.tensorrt_llm_command,
         "llama_cpp": commands.llama_cpp_command,
     },
-    steps=(*EAGLE3_STEPS, share_embedding),
+    steps=(*EAGLE3_STEPS, steps.share_embedding),
     float8=frozenset({"vllm"}),
     shapes=eagle3_shapes,
     optional=frozenset({"d2t", "t2d", "embed_tokens.weight"}),
@@ -263,7 +228,6 @@ PEAGLE = replace(
     recognises=lambda files: "mask_hidden" in files.names and not is_speculators(files),
     rules={"vllm": (*RULES, mask_token)},  # no other engine has its drafting pass
     commands={"vllm": partial(commands.vllm_command, "eagle3", parallel_drafting=True)},
-    steps=(*EAGLE3.steps, refuse_mask_token),
     sizes=(*LAYER_SIZES, "num_hidden_layers"),
     architectures={"vllm": {*EAGLE3.architectures["vllm"], "PeagleLlamaForCausalLM", "PEagleDraftModel"}},
 )
@@ -276,7 +240,7 @@ EAGLE3_SPECULATORS = replace(
         "vllm": commands.speculators_vllm_command,
         "speculators": lambda head, target, folder: commands.speculators_command("eagle3", "Eagle3DraftModel", folder),
     },
-    steps=(*EAGLE3_STEPS, leaving_out(*VERIFIER), share_embedding),
+    steps=(*EAGLE3_STEPS, steps.leaving_out(*steps.VERIFIER), steps.share_embedding),
     architectures={},
     write=speculators_files,
     is_speculators=True,

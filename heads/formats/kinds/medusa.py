@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from headstart.heads.formats import config_rules, tensor_rules
 from headstart.heads.formats.commands import vllm_command
 from headstart.heads.formats.subject import (
@@ -20,14 +18,7 @@ from headstart.heads.formats.subject import (
 )
 from headstart.heads.kinds.medusa import BLOCK, MedusaHead, MedusaShape
 
-ARCHITECTURE = "MedusaModel"
 ASSUMED_HIDDEN_SIZE = 4096  # without the key
-
-
-def architecture(subject: Subject, engine: str) -> Iterator[Violation]:
-    names = subject.config.get("architectures") or [ARCHITECTURE]
-    if ARCHITECTURE not in names:
-        yield config_error(engine, "architectures", names, f"{ARCHITECTURE} is allowed")
 
 
 def counts(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -97,29 +88,13 @@ def infer_medusa_sizes(subject: Subject, translation: Translation) -> None:
         translation.inferred.append(f"num_heads: {count}, counted from the tensors; config.json says {named}")
 
 
-def sort_token_map(subject: Subject, translation: Translation) -> None:
-    """Sort the draft vocabulary: ours is ascending, vLLM's may be in any order, such as by frequency."""
-    ids = translation.tensors.get("token_map")
-    if ids is None:
-        return
-    order = ids.long().argsort()
-    ascending, vocab_size = ids.long()[order], translation.config["vocab_size"]
-    if bool((ascending.diff() <= 0).any()) or int(ascending[0]) < 0 or int(ascending[-1]) >= vocab_size:
-        translation.refused.append(f"token_map: distinct ids among the target's {vocab_size} tokens are required")
-    elif not torch.equal(ascending, ids.long()):
-        translation.tensors["token_map"] = ascending
-        for name in [name for name in translation.tensors if name.startswith("lm_heads.")]:
-            translation.tensors[name] = translation.tensors[name][order]
-        translation.inferred.append("token_map: sorted, with the rows of lm_heads")
-
-
 def command(head: MedusaHead, target: ServedTarget, folder: Path) -> str:
     note = "Requires vLLM 0.32 or older; later versions cannot serve Medusa heads."
     return f"{vllm_command('medusa', head, target, folder)}\n\n{note}"
 
 
 RULES: tuple[Rule, ...] = (
-    architecture,
+    config_rules.architectures,
     counts,
     hidden_size,
     full_vocabulary,
@@ -134,8 +109,9 @@ MEDUSA = Layout(
     recognises=lambda files: any(map(BLOCK.fullmatch, files.names)),
     rules={"vllm": RULES},
     commands={"vllm": command},
-    steps=(infer_medusa_sizes, sort_token_map),
+    steps=(infer_medusa_sizes,),
     shapes=shapes,
     optional=frozenset({"token_map"}),
     sizes=(),
+    architectures={"vllm": {"MedusaModel", None}},
 )
