@@ -160,7 +160,7 @@ class DraftHead(nn.Module, ABC):
         """Register the rotary table of the head's layers. [positions, 2 * head_dim]"""
         positions = self.target.max_positions + EXTRA_ROTARY_POSITIONS
         table = rotary_table(shape.rope_of(self.target), shape.head_dim, positions)
-        self.register_buffer("rotary", table.to(self.embedding), persistent=False)
+        self.register_buffer("rotary", table if table.is_meta else table.to(self.embedding), persistent=False)
 
     @torch.no_grad()
     def start_at_random(self, generator: torch.Generator) -> None:

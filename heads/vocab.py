@@ -52,7 +52,7 @@ class DraftVocab:
     def from_offsets(cls, d2t: Tensor, target_size: int) -> "DraftVocab":
         """From offsets, target id = draft id + d2t[draft id]; raises ValueError unless it holds offsets."""
         check_list("d2t", d2t)
-        return cls._ascending("d2t", torch.arange(len(d2t)) + d2t, target_size, f"it {OFFSETS}")
+        return cls._ascending("d2t", torch.arange(len(d2t), device="cpu") + d2t, target_size, f"it {OFFSETS}")
 
     @classmethod
     def from_ids(cls, ids: Tensor, target_size: int) -> "DraftVocab":
@@ -77,7 +77,7 @@ class DraftVocab:
 
     def members(self) -> Tensor:
         """`t2d` in a head's file: for each target token, whether the head can draft it. [vocab], bool"""
-        inside = torch.zeros(self.target_size, dtype=torch.bool)
+        inside = torch.zeros(self.target_size, dtype=torch.bool, device="cpu")
         inside[self.ids] = True
         return inside
 

@@ -1,6 +1,5 @@
 """Translates published heads into our own layout: reports what it had to infer, refuses what our heads cannot do."""
 
-import re
 from dataclasses import asdict
 
 from headstart.heads.base import DraftHead
@@ -10,10 +9,6 @@ from headstart.heads.formats.layouts import layout_of
 from headstart.heads.formats.subject import Subject, Translation
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import head_from_files
-
-# The Medusa authors' names: H.L.linear.weight, H.L.linear.bias and, with N layers, H.N.weight. vLLM reads them too.
-MEDUSA_BLOCK = re.compile(r"(?:medusa_heads\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
-MEDUSA_LM_HEAD = re.compile(r"(?:medusa_heads\.)?(\d+)\.\d+\.weight")
 
 
 def import_head(files: HeadFiles, frozen: FrozenTarget) -> tuple[DraftHead, list[str]]:
@@ -45,25 +40,13 @@ def import_head(files: HeadFiles, frozen: FrozenTarget) -> tuple[DraftHead, list
 def translate(files: HeadFiles, frozen: FrozenTarget) -> tuple[Subject, Translation]:
     """The files in our own layout, with everything inferred and refused on the way; builds no head yet."""
     unprefixed = {name.removeprefix("model."): tensor for name, tensor in files.tensors.items()}
-    renamed = {vllm_name(name): tensor for name, tensor in unprefixed.items()}
-    files_as_read = HeadFiles(files.folder, files.config, renamed)
+    files_as_read = HeadFiles(files.folder, files.config, unprefixed)
     subject = Subject(files_as_read, layout_of(files_as_read), frozen)
     translation = Translation(dict(subject.config), dict(subject.tensors), [f"layout: {subject.layout.name}"])
     if subject.config.get("target_hidden_size") is None:
         translation.config.pop("target_hidden_size", None)
     if unprefixed.keys() != files.tensors.keys():
         translation.inferred.append("names: the prefix `model.` was removed")
-    if renamed.keys() != unprefixed.keys():
-        translation.inferred.append("names: the Medusa authors', replaced by vLLM's")
     for step in subject.layout.steps:
         step(subject, translation)
     return subject, translation
-
-
-def vllm_name(name: str) -> str:
-    """vLLM's name of a tensor that has one of the Medusa authors' names; any other name unchanged."""
-    if block := MEDUSA_BLOCK.fullmatch(name):
-        return f"blocks.{block[1]}.layers.{block[2]}.{block[3]}"
-    if lm_head := MEDUSA_LM_HEAD.fullmatch(name):
-        return f"lm_heads.{lm_head[1]}.weight"
-    return name

@@ -2,14 +2,16 @@
 
 import torch
 
-from headstart.heads.formats.subject import Step, Subject, Translation
+from headstart.heads.formats.subject import Subject, Translation
+from headstart.heads.kinds.block import CONFIDENCE
 from headstart.heads.layers import rotary_table
 from headstart.heads.target_config import Rope
 from headstart.heads.vocab import DraftVocab
 
 UNRELATED = 0.9  # relative difference of two embeddings beyond which neither was trained from the other
 ENGINES_EPSILON = 1e-6  # what the engines assume if a Llama's config.json names no rms_norm_eps
-VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")  # saved with speculators' heads, of no use here
+# Saved with speculators' and DSpark's heads, of no use here.
+UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight", *CONFIDENCE)
 
 
 def infer_rope(subject: Subject, translation: Translation) -> None:
@@ -76,12 +78,7 @@ def share_embedding(subject: Subject, translation: Translation) -> None:
         translation.inferred.append("embed_tokens.weight: differs from the target's, kept")
 
 
-def leaving_out(*names: str) -> Step:
-    """A step that drops these tensors."""
-
-    def step(subject: Subject, translation: Translation) -> None:
-        for name in names:
-            if translation.tensors.pop(name, None) is not None:
-                translation.inferred.append(f"{name}: not used in drafting, left out")
-
-    return step
+def leave_out_unused(subject: Subject, translation: Translation) -> None:
+    for name in UNUSED:
+        if translation.tensors.pop(name, None) is not None:
+            translation.inferred.append(f"{name}: not used in drafting, left out")

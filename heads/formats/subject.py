@@ -78,7 +78,7 @@ class Layout:
     rules: dict[str, tuple["Rule", ...]]  # engine that can serve it -> what the engine's loader needs
     commands: dict[str, "Command"]  # engine -> how to serve it, for its README.md
     steps: tuple["Step", ...] = ()  # of the translation into our own layout
-    shapes: Callable[["Subject", str], dict[str, tuple[int, ...]]] = lambda subject, engine: {}  # of the tensors needed
+    needed: Callable[["Subject", str], dict[str, Tensor]] = lambda subject, engine: {}  # tensors, without memory
     optional: frozenset[str] = frozenset()  # tensors that it may have, too
     sizes: tuple[str, ...] = LAYER_SIZES  # keys of config.json that give the shapes
     # By engine, the names one of which is needed; with None among them, it may be left out.

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from headstart.heads.base import DraftHead
 from headstart.heads.files import has_weight_dtype
 from headstart.heads.formats.subject import MISSING, Subject, Violation, tensor_error
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import misfits
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 
@@ -23,24 +23,17 @@ def names_and_shapes(subject: Subject, engine: str) -> Iterator[Violation]:
     if subject.missing_sizes:
         return
     with torch.device("meta"):  # the tensors of an empty head with the sizes in config.json
-        expected = subject.layout.shapes(subject, engine)
-    tensors, optional = subject.tensors, subject.layout.optional
-    for name, shape in sorted(expected.items()):
-        if name not in tensors:
-            yield tensor_error(engine, name, MISSING, f"shape {list(shape)} is required")
-    for name in sorted(expected.keys() & tensors.keys()):
-        if tuple(tensors[name].shape) != expected[name]:
-            yield tensor_error(engine, name, list(tensors[name].shape), f"shape {list(expected[name])} is required")
-    for name in sorted(tensors.keys() - expected.keys() - optional):
+        expected = subject.layout.needed(subject, engine)
+    optional = subject.layout.optional - expected.keys()
+    for name, found, allowed in misfits(expected, subject.tensors):
+        if name in optional:
+            continue
         meant = subject.layout.rename(name.removeprefix("model."))
-        allowed = f"{meant} is allowed" if meant in expected | dict.fromkeys(optional) else "no such tensor is allowed"
-        if name in ("mask_hidden", "mask_embedding"):
+        if name not in expected and meant in expected.keys() | optional:
+            allowed = f"{meant} is allowed"
+        if name in ("mask_hidden", "mask_embedding") and name not in expected:
             allowed = "no such tensor is allowed: the slots are filled with the embedding of mask_token_id"
-        yield tensor_error(engine, name, list(tensors[name].shape), allowed)
-
-
-def shapes_of(head: DraftHead) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+        yield tensor_error(engine, name, found, allowed)
 
 
 def layer_sizes(subject: Subject) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Creates a head from a recipe, and saves and loads heads as folders."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -8,7 +8,6 @@ from typing import Any, get_args
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from headstart.common.errors import named_errors
 from headstart.common.files import remove, removed_on_failure
@@ -128,28 +127,16 @@ def head_from_files(
     """The head that a config.json and tensors describe; raises ValueError as `load_head_for` does, naming `folder`."""
     kind = kind_of(folder, config)
     check_fit(folder, kind, config, frozen.config)
-    if kind is not MtpHead:  # whose config.json is the target's, and which is built without memory
-        check_sizes(folder, config, tensors)
-    with named_errors(folder), NothingDrawn():
+    # Without memory for the weights, or numbers drawn for them: all of them come from the tensors.
+    with named_errors(folder), torch.device("meta"):
         head = kind.from_engine(config, tensors, frozen)
     check_tensors(folder, head, tensors)
-    head.load_state_dict(tensors)
+    head.load_state_dict(tensors, assign=True)
+    if head.has_rope:
+        head.add_rotary(head.shape)
     head.calibration = Calibration.from_config(config.get("headstart", {}).get("calibration"))
     head.origin = TargetOrigin.from_config(config)
     return head.to(frozen.embedding.device, frozen.embedding.dtype).eval().requires_grad_(False)
-
-
-class NothingDrawn(TorchFunctionMode):
-    """In this context weights are not initialised: for an 8B target's head that takes seconds, and a head from files
-    gets all of its weights from there.
-    """
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if getattr(function, "__module__", None) == "torch.nn.init":
-            return (kwargs or {}).get("tensor", args[0] if args else None)
-        return function(*args, **(kwargs or {}))
 
 
 def kind_of(folder: Path, config: dict[str, Any]) -> type[DraftHead]:
@@ -193,16 +180,6 @@ def check_fit(folder: Path, kind: type[DraftHead], config: dict[str, Any], targe
         raise ValueError(f"the head in {folder} does not fit the target: {'; '.join(wrong)}; {allowed}")
 
 
-def check_sizes(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Raise ValueError for a size in config.json that no tensor has, before memory is allocated for it."""
-    longest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
-    keys = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    if wrong := [f"{key} {config[key]}" for key in keys if longest and (config.get(key) or 0) > longest]:
-        allowed = "the sizes of the head's own tensors are allowed: correct the file"
-        problem = f"{', '.join(wrong)} given, but no tensor is longer than {longest}"
-        raise ValueError(f"{folder}/config.json: {problem}; {allowed}")
-
-
 def refuse_broken_numbers(path: Path, head: DraftHead) -> None:
     """Raise ValueError for weights that are NaN or infinite in the head's number format: no token would be accepted."""
     tensors = {name: tensor for name, tensor in head.engine_tensors().items() if tensor.is_floating_point()}
@@ -212,14 +189,18 @@ def refuse_broken_numbers(path: Path, head: DraftHead) -> None:
         raise ValueError(f"{path}: {', '.join(broken[:4])} holds NaN or infinity in {dtype}, {allowed}")
 
 
+def misfits(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, object, str]]:
+    """Each missing, misshapen or unknown tensor by name: its shape, and what is allowed."""
+    for name in sorted(expected.keys() | tensors.keys()):
+        found, needed = (list(each[name].shape) if name in each else None for each in (tensors, expected))
+        if found != needed:
+            allowed = "no such tensor is allowed" if needed is None else f"shape {needed} is required"
+            yield name, "missing" if found is None else found, allowed
+
+
 def check_tensors(folder: Path, head: DraftHead, tensors: dict[str, Tensor]) -> None:
-    expected = head.state_dict()
-    wrong = [f"{name} is missing" for name in expected.keys() - tensors.keys()]
-    wrong += [f"{name} is unknown" for name in tensors.keys() - expected.keys()]
-    for name in expected.keys() & tensors.keys():
-        tensor, right = tensors[name], list(expected[name].shape)
-        if list(tensor.shape) != right:
-            wrong.append(f"{name} is {list(tensor.shape)} but should be {right}")
+    wrong = [f"{name}: {found}, {allowed}" for name, found, allowed in misfits(head.state_dict(), tensors)]
+    for name, tensor in tensors.items():
         if not has_weight_dtype(tensor):
             dtype = str(tensor.dtype).removeprefix("torch.")
             wrong.append(f"{name} is {dtype} but should be floating point of 16 bits or more")

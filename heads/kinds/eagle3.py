@@ -16,7 +16,7 @@ from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema_heads import TappedSection
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
-NORM_FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")  # absent from the first heads
+NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # absent from the first heads
 # Size of the queries and keys that a fitted start attends with: a token's score with itself is this squared times the
 # root of head_dim, 11.5 for 64, while those with other tokens are about 1.4.
 OWN_POSITION = 1.2
@@ -133,11 +133,8 @@ class Eagle3Head(LevelHead):
             config,
             target,
             taps=cls.config_taps(config, target),
-            fc_norm=config.get("fc_norm", False),
-            norm_output=config.get("norm_output", False),
             own_embedding="embed_tokens.weight" in tensors or config.get("hidden_size") != target.hidden_size,
-            norm_before_fc=config.get("norm_before_fc", False),
-            norm_before_residual=config.get("norm_before_residual", False),
+            **{flag: config.get(flag, False) for flag in NORM_FLAGS},
         )
 
     @classmethod
@@ -218,10 +215,7 @@ class Eagle3Head(LevelHead):
             **shape.to_config(target),
             "target_hidden_size": target.hidden_size,
             "draft_vocab_size": len(self.vocab.ids),
-            "norm_before_residual": shape.norm_before_residual,
-            "norm_before_fc": shape.norm_before_fc,
-            "fc_norm": shape.fc_norm,
-            "norm_output": shape.norm_output,
+            **{flag: getattr(shape, flag) for flag in NORM_FLAGS},
         }
         if self.taps != target.default_taps() or target.num_layers < 7:
             # vLLM uses the Hugging Face index; SGLang names the layer that outputs it, one less.

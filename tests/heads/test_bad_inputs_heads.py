@@ -162,7 +162,7 @@ sliding layers without a window | block | sliding => config.json | lacks sliding
 CONFIGS = table("""
 a size is missing | intermediate_size => config.json | lacks intermediate_size | the sizes of a Llama layer | add them
 a size as text | hidden_size = "32" => hidden_size | '32' given | a valid integer | correct the file
-a size that fills the memory | intermediate_size = 1000000000000 => intermediate_size | 1000000000000
+a size that filled the memory | intermediate_size = 1000000000000 => UP | shape [1000000000000, 32] is required
 a kind that does not exist | headstart.kind = "mlp" => config.json | a head of kind 'mlp'
 the kind of another head | headstart.kind = "medusa" => blocks.0.layers.0.weight | is missing | every Medusa head
 a negative tap | headstart.taps = [-2, 3, 4] => headstart.taps.0 | -2 | greater than or equal to 0 | correct

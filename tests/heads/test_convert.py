@@ -73,7 +73,7 @@ def test_a_head_trained_with_another_rotary_base_keeps_it(make_head, make_model,
     assert "rope: no key for it, so base 10000, as every engine assumes" in inferred
     assert "rms_norm_eps: no key for it, so 1e-06, as every engine assumes" in inferred
     assert "head_dim: missing, so 8, hidden_size / num_attention_heads" in inferred
-    assert "fc_norm, norm_output, norm_before_fc, norm_before_residual: missing, so false" in inferred
+    assert "norm_before_residual, norm_before_fc, fc_norm, norm_output: missing, so false" in inferred
     loaded = load_head_for(tmp_path / "back", FrozenTarget.from_folder(target, torch.float32))
     assert torch.equal(logits(loaded), logits(head))
     folder = exported(loaded, tmp_path / "again", target, "vllm")
@@ -146,10 +146,10 @@ def ambiguous(config: dict[str, Any]) -> None:
 
 
 NAMED = """
-midlayer.hidden_norm.weight is missing | norm.weight is missing | layers.1.mlp.up_proj.weight is unknown
-    | midlayer.mlp.up_proj.weight is [40, 31] but should be [40, 32] | exactly the tensors that config.json
+midlayer.hidden_norm.weight: missing | norm.weight: missing | layers.1.mlp.up_proj.weight: [40, 32], no such tensor
+    | midlayer.mlp.up_proj.weight: [40, 31], shape [40, 32] is required | exactly the tensors that config.json
     describes are allowed: copy or export the head again
-hidden_act 'gelu' | norm.weight is missing | extra is unknown
+hidden_act 'gelu' | norm.weight: missing, shape [32] is required | extra: [2], no such tensor is allowed
 hidden_act 'gelu': only 'silu' is allowed | num_hidden_layers: 2 in config.json | parallel_draft_step 4
     | layer_types with sliding_attention | rope_type 'longrope' | eagle_config's [2, 3, 4] name different
 norm_before_residual: missing | speculators_model_type 'mtp' | a P-EAGLE head, which has both | hidden_size: missing

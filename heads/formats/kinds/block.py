@@ -5,6 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
+import torch
+from torch import Tensor
+
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats import commands, config_rules, steps, tensor_rules
 from headstart.heads.formats.config_rules import engine_default
@@ -192,9 +195,8 @@ def draft_vocabulary(subject: Subject, engine: str) -> Iterator[Violation]:
         yield from config_rules.draft_vocabulary(subject, engine)
 
 
-def shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
-    config, hidden = subject.config, subject.config["hidden_size"]
-    frozen, vocab = tensor_rules.sized_target(subject)
+def needed(subject: Subject, engine: str) -> dict[str, Tensor]:
+    config, (frozen, vocab) = subject.config, tensor_rules.sized_target(subject)
     rank = block_key(config, "markov_rank", 0)
     shape = BlockShape.from_config(
         tensor_rules.layer_sizes(subject),
@@ -206,11 +208,11 @@ def shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
         markov_rank=rank,
         markov_gate=rank > 0 and block_key(config, "markov_head_type") == "gated",
     )
-    needed = tensor_rules.shapes_of(BlockHead(shape, frozen, vocab))
+    tensors: dict[str, Tensor] = BlockHead(shape, frozen, vocab).state_dict()
     if block_key(config, "enable_confidence_head"):
-        read = hidden + (rank if block_key(config, "confidence_head_with_markov", True) else 0)
-        needed |= dict(zip(CONFIDENCE, ((1, read), (1,)), strict=True))
-    return needed
+        read = config["hidden_size"] + (rank if block_key(config, "confidence_head_with_markov", True) else 0)
+        tensors |= dict(zip(CONFIDENCE, (torch.empty(1, read), torch.empty(1)), strict=True))
+    return tensors
 
 
 def vllm(head: BlockHead, target: ServedTarget, folder: Path) -> str:
@@ -250,7 +252,7 @@ STEPS: tuple[Step, ...] = (
     infer_slots,
     steps.share_embedding,
     steps.infer_vocabulary,
-    steps.leaving_out(*steps.VERIFIER, *CONFIDENCE),
+    steps.leave_out_unused,
 )
 BLOCK = Layout(
     name="block",
@@ -259,7 +261,7 @@ BLOCK = Layout(
     rules=dict.fromkeys(("vllm", "sglang"), RULES),
     commands={"vllm": vllm, "sglang": sglang},
     steps=STEPS,
-    shapes=shapes,
+    needed=needed,
     optional=frozenset({"d2t", "t2d", "lm_head.weight", "embed_tokens.weight"}),
     sizes=(*LAYER_SIZES, "num_hidden_layers"),
     architectures=dict.fromkeys(("vllm", "sglang", "speculators"), ARCHITECTURES),

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats import commands, config_rules, steps, tensor_rules
@@ -28,8 +29,6 @@ from headstart.heads.kinds.eagle1 import Eagle1Head, Eagle1Shape
 from headstart.heads.kinds.eagle3 import NORM_FLAGS, TAPS, Eagle3Head, midlayer_name
 from headstart.heads.kinds.peagle import MASK_TOKEN_KEYS, PEagleHead, named_mask_token
 
-EAGLE3_KEYS = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-
 
 def is_eagle3(files: HeadFiles) -> bool:
     """Whether it has tensors that only EAGLE-3 heads have."""
@@ -45,7 +44,7 @@ def speculators_files(head: Eagle3Head, target: ServedTarget) -> Files:
     """The files that speculators and vLLM load as one model, which names its target (their "verifier")."""
     if head.shape.hidden_size != head.target.hidden_size:
         raise not_in_speculators(head)
-    config = speculators_config(head, target, "eagle3", "Eagle3DraftModel", EAGLE3_KEYS)
+    config = speculators_config(head, target, "eagle3", "Eagle3DraftModel", ("draft_vocab_size", *NORM_FLAGS))
     if len(head.taps) != 3:
         config["transformer_layer_config"]["num_aux_hidden_states"] = len(head.taps)  # vLLM reads it in this section
     config |= {
@@ -59,21 +58,21 @@ def speculators_files(head: Eagle3Head, target: ServedTarget) -> Files:
     return config, tensors
 
 
-def eagle1_shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
+def eagle1_tensors(subject: Subject, engine: str) -> dict[str, Tensor]:
     frozen, vocab = tensor_rules.sized_target(subject)
     shape = Eagle1Shape.from_config(tensor_rules.layer_sizes(subject), frozen.config)
-    return tensor_rules.shapes_of(Eagle1Head(shape, frozen, vocab))
+    return Eagle1Head(shape, frozen, vocab).state_dict()
 
 
-def eagle3_shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
+def eagle3_tensors(subject: Subject, engine: str) -> dict[str, Tensor]:
     config, kind = subject.config, subject.layout.kind
     frozen, vocab = tensor_rules.sized_target(subject)
     taps = [*range(num_captured_taps(subject, engine))]
     norm_before_fc = bool(config.get("norm_before_fc") or subject.eagle_config.get("norm_before_fc"))
     sizes = {**tensor_rules.layer_sizes(subject), TAPS: taps, "norm_before_fc": norm_before_fc, "mask_token_id": 0}
     assert issubclass(kind, Eagle3Head)
-    shapes = tensor_rules.shapes_of(kind(kind.config_shape(sizes, {}, frozen.config), frozen, vocab))
-    return shapes if len(vocab.ids) == config["vocab_size"] else {**shapes, "d2t": (len(vocab.ids),)}
+    tensors = kind(kind.config_shape(sizes, {}, frozen.config), frozen, vocab).state_dict()
+    return tensors if len(vocab.ids) == config["vocab_size"] else {**tensors, "d2t": vocab.ids}
 
 
 def spelling(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -188,7 +187,7 @@ EAGLE1 = Layout(
     commands={"vllm": partial(commands.vllm_command, "eagle"), "sglang": partial(commands.sglang_command, "EAGLE")},
     steps=(*STEPS, steps.share_embedding),
     float8=frozenset({"vllm"}),  # since vllm#28435
-    shapes=eagle1_shapes,
+    needed=eagle1_tensors,
     optional=frozenset({"fc.bias", "embed_tokens.weight"}),
     architectures={"vllm": {"EagleLlamaForCausalLM", "LlamaForCausalLM"}, "sglang": {"LlamaForCausalLMEagle"}},
 )
@@ -210,7 +209,7 @@ EAGLE3 = Layout(
     },
     steps=(*EAGLE3_STEPS, steps.share_embedding),
     float8=frozenset({"vllm"}),
-    shapes=eagle3_shapes,
+    needed=eagle3_tensors,
     optional=frozenset({"d2t", "t2d", "embed_tokens.weight"}),
     architectures={
         "vllm": {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"},
@@ -240,7 +239,7 @@ EAGLE3_SPECULATORS = replace(
         "vllm": commands.speculators_vllm_command,
         "speculators": lambda head, target, folder: commands.speculators_command("eagle3", "Eagle3DraftModel", folder),
     },
-    steps=(*EAGLE3_STEPS, steps.leaving_out(*steps.VERIFIER), steps.share_embedding),
+    steps=(*EAGLE3_STEPS, steps.leave_out_unused, steps.share_embedding),
     architectures={},
     write=speculators_files,
     is_speculators=True,

@@ -1,8 +1,11 @@
 """The layout of Medusa heads in vLLM, which silently ignores most mistakes."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+
+from torch import Tensor
 
 from headstart.heads.formats import config_rules, tensor_rules
 from headstart.heads.formats.commands import vllm_command
@@ -19,6 +22,18 @@ from headstart.heads.formats.subject import (
 from headstart.heads.kinds.medusa import BLOCK, MedusaHead, MedusaShape
 
 ASSUMED_HIDDEN_SIZE = 4096  # without the key
+# The Medusa authors' names: H.L.linear.weight, H.L.linear.bias and, with N layers, H.N.weight. vLLM reads them too.
+MEDUSA_BLOCK = re.compile(r"(?:medusa_heads\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
+MEDUSA_LM_HEAD = re.compile(r"(?:medusa_heads\.)?(\d+)\.\d+\.weight")
+
+
+def vllm_name(name: str) -> str:
+    """vLLM's name of a tensor that has one of the Medusa authors' names; any other name unchanged."""
+    if block := MEDUSA_BLOCK.fullmatch(name):
+        return f"blocks.{block[1]}.layers.{block[2]}.{block[3]}"
+    if lm_head := MEDUSA_LM_HEAD.fullmatch(name):
+        return f"lm_heads.{lm_head[1]}.weight"
+    return name
 
 
 def counts(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -58,18 +73,20 @@ def bias(subject: Subject, engine: str) -> Iterator[Violation]:
         yield config_error(engine, "medusa_fc_bias", named, allowed)
 
 
-def shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
+def needed(subject: Subject, engine: str) -> dict[str, Tensor]:
     """Its tensors and its target say all sizes: config.json gives none."""
     target = subject.frozen.config
     frozen, vocab = tensor_rules.target_of_sizes(target, target.vocab_size)
     shape = MedusaShape.of_tensors(subject.tensors, target.hidden_size)
     has_bias = shape.bias or bool(subject.config.get("medusa_fc_bias"))
-    return tensor_rules.shapes_of(MedusaHead(replace(shape, bias=has_bias, lm_head_rank=None), frozen, vocab))
+    return MedusaHead(replace(shape, bias=has_bias, lm_head_rank=None), frozen, vocab).state_dict()
 
 
 def infer_medusa_sizes(subject: Subject, translation: Translation) -> None:
     """Sizes that the Medusa authors' config.json omits, or states wrongly: the tensors are right."""
     hidden, vocab_size = subject.frozen.config.hidden_size, subject.frozen.config.vocab_size
+    if subject.tensors.keys() != subject.files.tensors.keys():
+        translation.inferred.append("names: the Medusa authors', replaced by vLLM's")
     if subject.config.get("original_lm_head"):
         translation.refused.append("original_lm_head true: only false, an lm_head for each head, is allowed")
     scored = translation.tensors.get("lm_heads.0.weight")
@@ -106,12 +123,13 @@ RULES: tuple[Rule, ...] = (
 MEDUSA = Layout(
     name="medusa",
     kind=MedusaHead,
-    recognises=lambda files: any(map(BLOCK.fullmatch, files.names)),
+    recognises=lambda files: any(BLOCK.fullmatch(vllm_name(name)) for name in files.names),
     rules={"vllm": RULES},
     commands={"vllm": command},
     steps=(infer_medusa_sizes,),
-    shapes=shapes,
+    needed=needed,
     optional=frozenset({"token_map"}),
+    rename=vllm_name,
     sizes=(),
     architectures={"vllm": {"MedusaModel", None}},
 )
