@@ -42,6 +42,11 @@ class HeadFiles:
         """The tensors' names, without the prefix that some files have."""
         return {name.removeprefix("model.") for name in self.tensors}
 
+    @property
+    def is_speculators(self) -> bool:
+        """Whether they have speculators' layout, whose config.json has the layer's keys in a section of their own."""
+        return "speculators_model_type" in self.config
+
     @classmethod
     def read(cls, folder: Path) -> "HeadFiles":
         """Read the folder, with float8 weights made wide; raises ValueError that names what is missing or damaged."""

@@ -125,7 +125,7 @@ def norms(subject: Subject, engine: str) -> Iterator[Violation]:
     before_residual = config.get("norm_before_residual")
     if before_residual and engine in ("sglang", "tensorrt_llm"):
         yield config_error(engine, "norm_before_residual", before_residual, "only vLLM has it; false is allowed")
-    if before_residual is None and subject.layout.is_speculators:
+    if before_residual is None and subject.files.is_speculators:
         allowed = "true or false is allowed; vLLM assumes true when the key is absent"
         yield config_error(engine, "norm_before_residual", None, allowed)
     for key in MISSING_NORMS.get(engine, ()):

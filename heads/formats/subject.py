@@ -12,7 +12,6 @@ from headstart.heads.base import DraftHead
 from headstart.heads.files import HeadFiles
 from headstart.heads.frozen import FrozenTarget
 
-MISSING = "missing"  # the value of a tensor that the file does not hold
 LAYER_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 Files = tuple[dict[str, Any], dict[str, Tensor]]  # config.json and tensors
 
@@ -35,7 +34,7 @@ class Violation:
     engine: str
     severity: str  # error: the engine fails or drafts worse than trained; warning: correct only if trained that way
     where: str  # a key of config.json, or a tensor of the weights file
-    value: object  # as the file holds it; None for an absent key
+    value: object  # as the file holds it; None for an absent key or tensor
     allowed: str  # the allowed values, or what to do
 
     @property
@@ -43,7 +42,7 @@ class Violation:
         """The violation without engine and severity."""
         value = repr(self.value)
         shown = value if len(value) <= 80 else f"{value[:77]}..."
-        found = MISSING if self.value is None or self.value == MISSING else f"{shown} found"
+        found = "missing" if self.value is None else f"{shown} found"
         return f"{self.where}: {found}; {self.allowed}"
 
     def __str__(self) -> str:
@@ -87,7 +86,6 @@ class Layout:
     write: Callable[[Any, ServedTarget], Files] | None = None  # the files of a head, if a format of its own has them
     captured_taps: Callable[["Subject", str], list[int]] | None = None  # those of an engine, if they may differ
     float8: frozenset[str] = frozenset()  # the engines that read projections in float8
-    is_speculators: bool = False  # its config.json has the layer's keys in a section of their own
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class Subject:
     def config(self) -> dict[str, Any]:
         """config.json as engines read it, flat: speculators nests the layer's keys in a section of their own."""
         config = self.files.config
-        if not self.layout.is_speculators:
+        if not self.files.is_speculators:
             return config
         others = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
         return {**config.get("transformer_layer_config", {}), **others}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from headstart.heads.files import has_weight_dtype
-from headstart.heads.formats.subject import MISSING, Subject, Violation, tensor_error
+from headstart.heads.formats.subject import Subject, Violation, tensor_error
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import misfits
 from headstart.heads.target_config import TargetConfig
@@ -85,7 +85,7 @@ def vocabulary_map(subject: Subject, engine: str) -> Iterator[Violation]:
     """`d2t` holds offsets, target id minus draft id. With ids instead, no draft is ever accepted and nothing fails."""
     d2t, t2d, vocab_size = subject.tensors.get("d2t"), subject.tensors.get("t2d"), subject.frozen.config.vocab_size
     if engine == "speculators" and t2d is None and subject.draft_vocab_size != vocab_size:
-        yield tensor_error(engine, "t2d", MISSING, f"shape [{vocab_size}], of bool, is required")
+        yield tensor_error(engine, "t2d", None, f"shape [{vocab_size}], of bool, is required")
     if d2t is None or d2t.ndim != 1:
         return
     if engine == "vllm" and subject.draft_vocab_size == vocab_size:

@@ -190,16 +190,17 @@ def refuse_broken_numbers(path: Path, head: DraftHead) -> None:
 
 
 def misfits(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, object, str]]:
-    """Each missing, misshapen or unknown tensor by name: its shape, and what is allowed."""
+    """Each missing, misshapen or unknown tensor by name: its shape, None for a missing one, and what is allowed."""
     for name in sorted(expected.keys() | tensors.keys()):
         found, needed = (list(each[name].shape) if name in each else None for each in (tensors, expected))
         if found != needed:
             allowed = "no such tensor is allowed" if needed is None else f"shape {needed} is required"
-            yield name, "missing" if found is None else found, allowed
+            yield name, found, allowed
 
 
 def check_tensors(folder: Path, head: DraftHead, tensors: dict[str, Tensor]) -> None:
-    wrong = [f"{name}: {found}, {allowed}" for name, found, allowed in misfits(head.state_dict(), tensors)]
+    found = misfits(head.state_dict(), tensors)
+    wrong = [f"{name}: {'missing' if shape is None else shape}, {allowed}" for name, shape, allowed in found]
     for name, tensor in tensors.items():
         if not has_weight_dtype(tensor):
             dtype = str(tensor.dtype).removeprefix("torch.")

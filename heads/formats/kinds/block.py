@@ -14,7 +14,6 @@ from headstart.heads.formats.config_rules import engine_default
 from headstart.heads.formats.speculators import speculators_config
 from headstart.heads.formats.subject import (
     LAYER_SIZES,
-    MISSING,
     Files,
     Layout,
     Rule,
@@ -77,7 +76,7 @@ def causality(subject: Subject, engine: str) -> Iterator[Violation]:
         return
     wrong = [number for number, reach in enumerate(reaches) if makes_causal(subject, engine, reach) != reach.causal]
     if wrong:
-        key = "sliding_window_non_causal" if subject.layout.is_speculators else "is_causal"
+        key = "sliding_window_non_causal" if subject.files.is_speculators else "is_causal"
         right = "one kind of layers"
         if len({reach.causal for reach in reaches}) == 1:
             right = f"is_causal {str(reaches[0].causal).lower()} with the layers' sizes"
@@ -98,7 +97,7 @@ def makes_causal(subject: Subject, engine: str, reach: Reach) -> bool:
     if engine == "speculators":
         return own_causal and not non_causal
     if engine == "vllm" and switch is None:
-        if not subject.layout.is_speculators:
+        if not subject.files.is_speculators:
             switch = (config.get(NESTED) or {}).get("causal")
         elif config["speculators_model_type"] == "dflash":
             switch = non_causal is False
@@ -108,7 +107,7 @@ def makes_causal(subject: Subject, engine: str, reach: Reach) -> bool:
 def taps(subject: Subject, engine: str) -> Iterator[Violation]:
     """`target_layer_ids` count outputs of layers, `aux_hidden_state_layer_ids` hidden_states, which are one more."""
     num_layers = subject.frozen.config.num_layers
-    key = HIDDEN_STATES if subject.layout.is_speculators else LAYER_OUTPUTS
+    key = HIDDEN_STATES if subject.files.is_speculators else LAYER_OUTPUTS
     named = block_key(subject.config, key)
     if not named:
         takes = f"vLLM takes hidden_states {engine_default(num_layers)}, SGLang as many as the head has layers"
@@ -148,14 +147,14 @@ def own_lm_head(subject: Subject, engine: str) -> Iterator[Violation]:
     has_own = "lm_head.weight" in subject.tensors
     if ("d2t" in subject.tensors) != has_own and subject.draft_vocab_size != subject.config.get("vocab_size"):
         name = "d2t" if has_own else "lm_head.weight"
-        yield tensor_error(engine, name, MISSING, "a reduced draft vocabulary needs both d2t and lm_head.weight")
+        yield tensor_error(engine, name, None, "a reduced draft vocabulary needs both d2t and lm_head.weight")
 
 
 def infer_slots(subject: Subject, translation: Translation) -> None:
     """The slot convention, which the first DFlash and DSpark files do not name, and the layers that the head reads."""
     if block_key(subject.config, "sample_from_anchor") is None:
         is_dspark = "DSparkModel" in str(subject.config.get("architectures"))
-        if subject.layout.is_speculators:
+        if subject.files.is_speculators:
             takes = "vLLM takes false, speculators true for dspark"
             translation.refused.append(f"sample_from_anchor: missing; {takes}: add the one of training")
         translation.config["sample_from_anchor"] = is_dspark
@@ -165,7 +164,7 @@ def infer_slots(subject: Subject, translation: Translation) -> None:
         takes = f"vLLM takes hidden_states {engine_default(subject.frozen.config.num_layers)}"
         translation.refused.append(f"{LAYER_OUTPUTS}: missing; {takes}; add the layers of its training")
     elif not subject.note:
-        key = HIDDEN_STATES if subject.layout.is_speculators else LAYER_OUTPUTS
+        key = HIDDEN_STATES if subject.files.is_speculators else LAYER_OUTPUTS
         translation.inferred.append(f"taps: hidden_states {list(subject.taps)}, from {key}")
 
 
@@ -269,9 +268,8 @@ BLOCK = Layout(
 SPECULATORS_BLOCK = replace(
     BLOCK,
     name="speculators_block",
-    recognises=lambda files: is_block(files) and "speculators_model_type" in files.config,
+    recognises=lambda files: is_block(files) and files.is_speculators,
     rules=dict.fromkeys(("vllm", "speculators"), (*RULES, draft_length, config_rules.speculators_verifier)),
     commands={"vllm": commands.speculators_vllm_command, "speculators": speculators_command},
     write=speculators_block_files,
-    is_speculators=True,
 )

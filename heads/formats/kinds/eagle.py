@@ -13,7 +13,6 @@ from headstart.heads.formats.config_rules import engine_default, num_captured_ta
 from headstart.heads.formats.speculators import not_in_speculators, speculators_config
 from headstart.heads.formats.subject import (
     LAYER_SIZES,
-    MISSING,
     Files,
     Layout,
     Rule,
@@ -34,10 +33,6 @@ def is_eagle3(files: HeadFiles) -> bool:
     """Whether it has tensors that only EAGLE-3 heads have."""
     names = files.names
     return bool({"layers.0.hidden_norm.weight", "d2t"} & names) or any(name.startswith("midlayer.") for name in names)
-
-
-def is_speculators(files: HeadFiles) -> bool:
-    return "speculators_model_type" in files.config
 
 
 def speculators_files(head: Eagle3Head, target: ServedTarget) -> Files:
@@ -93,7 +88,7 @@ def other_embedding(subject: Subject, engine: str) -> Iterator[Violation]:
 def copied_embedding(subject: Subject, engine: str) -> Iterator[Violation]:
     if subject.tensors.get("embed_tokens.weight") is None:
         allowed = f"a copy of the target's embedding, {list(subject.frozen.embedding.shape)}, is required"
-        yield tensor_error(engine, "embed_tokens.weight", MISSING, allowed)
+        yield tensor_error(engine, "embed_tokens.weight", None, allowed)
 
 
 def eagle1_bias(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -102,7 +97,7 @@ def eagle1_bias(subject: Subject, engine: str) -> Iterator[Violation]:
     if engine == "vllm" and bias is not None and bool(bias.any()):
         yield tensor_error(engine, "fc.bias", "a nonzero bias", "zeros are allowed: vLLM silently drops this tensor")
     if engine == "sglang" and bias is None:
-        yield tensor_error(engine, "fc.bias", MISSING, "add zeros: SGLang leaves an absent one uninitialised")
+        yield tensor_error(engine, "fc.bias", None, "add zeros: SGLang leaves an absent one uninitialised")
 
 
 def mask_token(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -153,7 +148,7 @@ def flatten_norms(subject: Subject, translation: Translation) -> None:
         translation.inferred.append("norm_before_fc: from eagle_config")
     if absent := [key for key in NORM_FLAGS if key not in translation.config]:
         translation.inferred.append(f"{', '.join(absent)}: missing, so false")
-    if subject.layout.is_speculators and "norm_before_residual" not in subject.config:
+    if subject.files.is_speculators and "norm_before_residual" not in subject.config:
         translation.refused.append("norm_before_residual: missing; vLLM assumes true, speculators false: add it")
 
 
@@ -224,7 +219,7 @@ PEAGLE = replace(
     EAGLE3,
     name="peagle",
     kind=PEagleHead,
-    recognises=lambda files: "mask_hidden" in files.names and not is_speculators(files),
+    recognises=lambda files: "mask_hidden" in files.names and not files.is_speculators,
     rules={"vllm": (*RULES, mask_token)},  # no other engine has its drafting pass
     commands={"vllm": partial(commands.vllm_command, "eagle3", parallel_drafting=True)},
     sizes=(*LAYER_SIZES, "num_hidden_layers"),
@@ -233,7 +228,7 @@ PEAGLE = replace(
 EAGLE3_SPECULATORS = replace(
     EAGLE3,
     name="speculators",
-    recognises=is_speculators,
+    recognises=lambda files: files.is_speculators,
     rules={"vllm": SPECULATORS, "speculators": (*SPECULATORS, copied_embedding, spelling)},
     commands={
         "vllm": commands.speculators_vllm_command,
@@ -242,5 +237,4 @@ EAGLE3_SPECULATORS = replace(
     steps=(*EAGLE3_STEPS, steps.leave_out_unused, steps.share_embedding),
     architectures={},
     write=speculators_files,
-    is_speculators=True,
 )
