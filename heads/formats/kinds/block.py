@@ -41,7 +41,7 @@ from headstart.heads.kinds.checkpoint import head_config
 
 BLOCK_KEYS = ("draft_vocab_size", "block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal")
 DSPARK_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head")
-ARCHITECTURES = {"DFlashDraftModel", "Qwen3DSparkModel", "DFlashSpeculator", "DSparkSpeculator"}
+ARCHITECTURES: set[str | None] = {"DFlashDraftModel", "Qwen3DSparkModel", "DFlashSpeculator", "DSparkSpeculator"}
 
 
 def is_block(files: HeadFiles) -> bool:

@@ -119,9 +119,9 @@ def refuse_other_layers(subject: Subject, translation: Translation) -> None:
     for key, allowed in (("hidden_act", "silu"), ("model_type", "llama")):
         if config.get(key, allowed) != allowed:
             translation.refused.append(f"{key} {config[key]!r}: only {allowed!r} is allowed")
-    for key, allowed in (("use_aux_hidden_state", True), ("parallel_draft_step", 1)):
-        if subject.eagle_config.get(key, allowed) != allowed:
-            translation.refused.append(f"eagle_config.{key} {subject.eagle_config[key]!r}: only {allowed!r} is allowed")
+    for key, only in (("use_aux_hidden_state", True), ("parallel_draft_step", 1)):
+        if subject.eagle_config.get(key, only) != only:
+            translation.refused.append(f"eagle_config.{key} {subject.eagle_config[key]!r}: only {only!r} is allowed")
     if "sliding_attention" in (config.get("layer_types") or []):
         translation.refused.append("layer_types with sliding_attention: only full_attention is allowed")
 
