@@ -3,15 +3,13 @@
 import torch
 
 from headstart.heads.formats.subject import Subject, Translation
-from headstart.heads.kinds.block import CONFIDENCE
 from headstart.heads.layers import rotary_table
 from headstart.heads.target_config import Rope
 from headstart.heads.vocab import DraftVocab
 
 UNRELATED = 0.9  # relative difference of two embeddings beyond which neither was trained from the other
 ENGINES_EPSILON = 1e-6  # what the engines assume if a Llama's config.json names no rms_norm_eps
-# Saved with speculators' and DSpark's heads, of no use here.
-UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight", *CONFIDENCE)
+UNUSED = ("verifier_lm_head.", "verifier_norm.", "confidence_head.")  # saved with speculators' and DSpark's heads
 
 
 def infer_rope(subject: Subject, translation: Translation) -> None:
@@ -79,6 +77,6 @@ def share_embedding(subject: Subject, translation: Translation) -> None:
 
 
 def leave_out_unused(subject: Subject, translation: Translation) -> None:
-    for name in UNUSED:
-        if translation.tensors.pop(name, None) is not None:
-            translation.inferred.append(f"{name}: not used in drafting, left out")
+    for name in [name for name in translation.tensors if name.startswith(UNUSED)]:
+        del translation.tensors[name]
+        translation.inferred.append(f"{name}: not used in drafting, left out")
