@@ -23,6 +23,7 @@ from shlex import quote
 import torch
 from torch import Tensor
 
+from headstart.common.errors import wrong_value
 from headstart.common.files import read_json
 from headstart.heads.files import MODEL, HeadFiles, read_safetensors, refuse_existing, write_folder, write_safetensors
 from headstart.heads.formats.card import acceptance_lengths, card
@@ -69,6 +70,9 @@ def export(recipe: Recipe) -> Path:
 
     files, stored = HeadFiles(folder, config, tensors), tensors
     if in_eight_bits:  # everything is checked with the numbers that engines will compute with
+        if FORMATS[section.format] is None:
+            given, remedy = f"'float8' with export.format {section.format!r}", "choose vllm, or export.dtype=bfloat16"
+            raise wrong_value("export.dtype", given, "the format of an engine that reads float8 is", remedy)
         config["quantization_config"], stored = FLOAT8_CONFIG, in_float8(tensors)
         files = replace(files, tensors=without_scales(stored, folder))
     by_engine = checked_engines(section, files, frozen)

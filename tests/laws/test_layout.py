@@ -35,7 +35,7 @@ BUDGETS = {
     "data_pipelines/prompts": 2_431,
     "data_pipelines/stages": 404,
     "heads": 2_422,
-    "heads/formats": 1_307,
+    "heads/formats": 1_311,
     "heads/formats/kinds": 666,
     "heads/kinds": 2_015,
     "headstart": 1_146,

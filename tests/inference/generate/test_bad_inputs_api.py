@@ -170,7 +170,7 @@ FROM_FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a misspelt field": ({"dtyp": "float32"}, "dtyp | 'float32' | path, adapter, revision | correct or remove it"),
     "a number format that is not known": ({"dtype": "half"}, "dtype | 'half' given | allowed: 'float32' | correct"),
-    "a device that torch does not know": ({"device": "gpu"}, "device | 'gpu' | did you mean cuda?"),
+    "a device that torch does not know": ({"device": "gpu"}, "device | 'gpu' | auto, cpu, cuda | choose one"),
     "a searched tree that the head lacks": (
         {"decode": DecodeSection(growth="searched")},
         "decode.growth | searched | a head with a fitted tree | headstart calibrate RECIPE",
