@@ -1,7 +1,7 @@
 """The KV cache of a target and its head, one allocation per device. Models see it as a transformers Cache."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -17,13 +17,6 @@ SlotContents = tuple[Float[Tensor, "_layers _parts _heads _count _size"], ...]  
 
 
 LayerMaker = Callable[["KVCache"], list[Any]]
-
-
-class Move(NamedTuple):
-    """A row of the batch is copied over another."""
-
-    source: int
-    goal: int
 
 
 class Slots:
@@ -225,13 +218,13 @@ class Slots:
         row.offsets = None if self.offsets is None else self.offsets[number : number + 1]
         return row
 
-    def end_row(self, moves: list[Move]) -> None:
-        """Take the last row out of use, after these moves."""
-        lengths = list(self.lengths)
-        for source, goal in moves:
-            self.move(source, goal, lengths[source] + 1)  # a draft model's root comes after it, and is read next
-            lengths[goal] = lengths[source]
-        self.set_lengths(lengths[:-1])
+    def end_row(self, number: int) -> None:
+        """Take a row out of use; the last one moves into its place."""
+        *lengths, last = self.lengths
+        if number < len(lengths):
+            self.move(len(lengths), number, last + 1)  # a draft model's root comes after it, and is read next
+            lengths[number] = last
+        self.set_lengths(lengths)
 
     def kv(self, number: int, first: int, end: int) -> SlotContents:
         """Views of some slots of a row, in use or not."""
@@ -382,17 +375,14 @@ class KVCache(Cache):
         for slots in self.slots:
             slots.set_lengths(lengths)
 
-    def end_row(self, number: int) -> list[Move]:
-        """Take a row out of use; returns the moves of other rows."""
-        lengths, last = list(self.target.lengths), len(self.target.lengths) - 1
-        self.set_lengths(lengths)  # the head may have read more than its lengths say
-        moves = [] if number == last else [Move(last, number)]
+    def end_row(self, number: int) -> None:
+        """Take a row out of use; the last one moves into its place."""
+        last = len(self.target.lengths) - 1
+        self.set_lengths(self.target.lengths)  # the head may have read more than its lengths say
         for slots in self.slots:
-            slots.end_row(moves)
-        if self.recurrent is not None:
-            for source, goal in moves:
-                self.recurrent.move(source, goal)
-        return moves
+            slots.end_row(number)
+        if self.recurrent is not None and number < last:
+            self.recurrent.move(last, number)
 
     def move(self, source: int, goal: int, held: int) -> None:
         """Copy a row to another row; neither has to be in use."""

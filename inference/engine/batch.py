@@ -85,8 +85,7 @@ class Batch:
     def new_row(self, number: int, request: Request, generation: Generation) -> Sequence:
         """A row for a request whose prompt is prefilled next."""
         ends = tuple(self.target.end_tokens) if request.end_tokens is None else request.end_tokens
-        unread = Unread(torch.zeros(0, 0, device=self.target.device), 0)
-        row = Sequence(number, request, generation, ends, list(request.prompt), unread, time.perf_counter())
+        row = Sequence(number, request, generation, ends, list(request.prompt), Unread([], 0), time.perf_counter())
         if self.traces:
             row.trace = StateTrace()
         if request.constraint is not None:
@@ -105,7 +104,7 @@ class Batch:
                 self.cache.head.write(place, max(first - 1, 0), block.head)
         if self.cache.recurrent is not None:
             self.cache.recurrent.write(place, prefix.blocks[-1].states)
-        row.unread = Unread(prefix.taps, prefix.start)
+        row.unread = Unread([prefix.taps], prefix.start)
         row.kept_from = row.generation.cached_tokens = prefix.tokens
         if row.trace is not None:
             row.trace.start = prefix.tokens
@@ -128,8 +127,8 @@ class Batch:
         else:
             place = self.rows.index(row)
             self.remember_row(row, place)
-            for source, destination in self.cache.end_row(place):
-                self.rows[destination] = self.rows[source]
+            self.cache.end_row(place)
+            self.rows[place] = self.rows[-1]
             self.rows.pop()
             self.changes += 1
 
@@ -139,8 +138,7 @@ class Batch:
         The last position is left for the row's next draft.
         """
         unread = row.unread
-        unread.gather()
-        count = min(len(unread.taps) - 1, most)
+        count = min(unread.count - 1, most)
         if row.request.speculative:
             cache, text = self.cache.row(place), row.text[unread.start : unread.start + count + 2]
             cache.set_lengths([unread.start])

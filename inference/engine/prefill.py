@@ -162,7 +162,7 @@ class Prefill:
         batch = self.batch
         for chunk, output in zip(chunks, outputs, strict=True):
             taps = drafter_taps(output.taps, batch.tap_columns)[0]
-            chunk.row.unread.add(taps)
+            chunk.row.unread.parts.append(taps)
             if batch.prefixes is not None:
                 chunk.row.kept.append(taps)
             if chunk.row.trace is not None:

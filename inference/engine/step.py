@@ -219,8 +219,8 @@ class DecodeStep:
             return False
         left = CATCH_UP_POSITIONS if batch.catching_up else sys.maxsize
         for place, row in enumerate(batch.rows):
-            if batch.static is None and row.unread.at_most(READ_WITH_DRAFT_MAX):
-                row.unread.read_with_draft()
+            if batch.static is None and row.unread.newest and row.unread.count <= READ_WITH_DRAFT_MAX:
+                row.unread.newest = row.unread.count
             elif row.unread.is_behind and left > 0:
                 left -= batch.feed(row, place, left)
         batch.catching_up = batch.catching_up and any(row.unread.is_behind for row in batch.rows)
@@ -267,7 +267,7 @@ class DecodeStep:
         """The tokens and hidden states that the last step verified in each row, as a batch."""
         rows, device = self.batch.rows, self.target.device
         # A row that the drafter lags behind only fills the batch's shape and gets no drafts.
-        new_taps = [row.unread.taps[:1] if row.unread.is_behind else row.unread.taps for row in rows]
+        new_taps = [row.unread.parts[0][:1] if row.unread.is_behind else row.unread.taps for row in rows]
         verified = [
             VerifiedRow(
                 row.text,

@@ -47,8 +47,7 @@ def assert_unread(loop: DecodeLoop, row: Sequence, held: int) -> None:
     """The hidden states that a row keeps are those of all positions from where it says up to the last one held."""
     unread = row.unread
     assert 0 <= unread.start < max(held, 1)  # the drafter reads the last position with its next draft
-    assert unread.start + len(unread.taps) + sum(map(len, unread.later)) == held
-    assert len(unread.taps) or not unread.later
+    assert unread.start + unread.count == held
     if loop.batch.prefixes is not None:
         assert row.kept_from + sum(map(len, row.kept)) == held
         assert row.kept_from % BLOCK == 0 or row.kept_from == row.generation.cached_tokens
