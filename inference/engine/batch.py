@@ -14,7 +14,7 @@ from headstart.inference.core.recurrent import WINDOW
 from headstart.inference.core.request import Generation, Request, Sequence, StateTrace, Unread
 from headstart.inference.core.tree import size_bucket
 from headstart.inference.engine.budget import CacheBudget
-from headstart.inference.engine.prefixes import BLOCK, CachedRow, Prefix, PrefixIndex
+from headstart.inference.engine.prefixes import BLOCK, CachedRow, PrefixIndex
 from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.model import TargetModel
 
@@ -92,12 +92,15 @@ class Batch:
             row.constraint = GuardedState(request.constraint, self.target.config.vocab_size)
         return row
 
-    def take_place(self, row: Sequence, place: int, prefix: Prefix | None) -> None:
-        """Copy a cached prefix of a row's prompt to the row's place."""
+    def take_place(self, row: Sequence, place: int) -> int:
+        """Copy the longest cached prefix of a row's prompt to the row's place; returns its number of tokens."""
+        prefix = None
+        if self.prefixes is not None and not row.request.prompt_logprobs:
+            prefix = self.prefixes.use(row.text, row.request.images)
         row.offset = 0 if prefix is None else prefix.blocks[-1].offset
         self.cache.target.set_offset(place, row.offset)
         if prefix is None:
-            return
+            return 0
         for first, block in zip([0, *prefix.ends], prefix.blocks, strict=False):
             self.cache.target.write(place, first, block.target)
             if self.cache.head is not None and block.head is not None:
@@ -108,9 +111,9 @@ class Batch:
         row.kept_from = row.generation.cached_tokens = prefix.tokens
         if row.trace is not None:
             row.trace.start = prefix.tokens
-        self.catching_up = (
-            self.catching_up or len(prefix.taps) > CATCH_UP_POSITIONS
-        )  # it was written without the drafter
+        # A longer one was written without the drafter.
+        self.catching_up = self.catching_up or len(prefix.taps) > CATCH_UP_POSITIONS
+        return prefix.tokens
 
     def join(self, rows: list[Sequence]) -> None:
         """Let rows decode after their prefill, in the places after the running rows."""

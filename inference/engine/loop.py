@@ -204,7 +204,7 @@ class DecodeLoop:
         """End a request, waiting or running; its row is free at once. Does nothing if its text has ended."""
         row = next((row for row in self.batch.members if row.number == number), None)
         if row is not None:
-            self.decode_step.forget_flight()
+            self.decode_step.in_flight = None  # it is run again, without this row
             self._end(row)
         elif self.waiting.remove(number):
             self.ended.append(number)
@@ -293,7 +293,8 @@ class DecodeLoop:
             except Exception as error:
                 if chunks[0].images is None:
                     raise
-                self.prefill.fail(chunks[0].row, error)
+                chunks[0].row.fail(error)
+                self.batch.partial = None
                 self.ended.append(chunks[0].row.number)
             else:
                 blocks = self._finish_chunks(chunks, outputs)

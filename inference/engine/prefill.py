@@ -13,7 +13,7 @@ from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.side_by_side import Part
 from headstart.inference.core.tree import causal_block
 from headstart.inference.engine.batch import CATCH_UP_POSITIONS, Batch, PartialPrompt
-from headstart.inference.engine.prefixes import BLOCK, known_tokens
+from headstart.inference.engine.prefixes import BLOCK
 from headstart.inference.engine.step import constraints_of, drafter_taps, start_history, token_scores
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.passes import TargetOutput
@@ -114,24 +114,18 @@ class Prefill:
 
     def _seat(self, rows: list[Sequence]) -> list[PromptChunk]:
         """Give rows the places after the running rows; returns what is not cached of their prompts."""
-        batch, index, chunks = self.batch, self.batch.prefixes, []
-        prefixes = [
-            None if index is None or row.request.prompt_logprobs else index.use(row.text, row.request.images)
-            for row in rows
-        ]
+        batch, chunks = self.batch, []
         batch.make_room(max(len(row.text) for row in rows) + batch.nodes)
-        for place, (row, prefix) in enumerate(zip(rows, prefixes, strict=True), len(batch.rows)):
-            batch.take_place(row, place, prefix)
-            before = known_tokens(prefix)
+        for place, row in enumerate(rows, len(batch.rows)):
+            before = batch.take_place(row, place)
             chunks.append(PromptChunk(row, place, before, len(row.text) - before))
         return chunks
 
     def parts(self, chunks: list[PromptChunk]) -> list[Part]:
         """The chunks as parts of a pass."""
-        rows = [self.batch.cache.row(chunk.place) for chunk in chunks]
+        row = self.batch.cache.row
         return [
-            chunk_part(self.target, chunk.tokens, row, chunk.before, not chunk.is_scored)
-            for chunk, row in zip(chunks, rows, strict=True)
+            chunk_part(self.target, each.tokens, row(each.place), each.before, not each.is_scored) for each in chunks
         ]
 
     def run(self, chunks: list[PromptChunk]) -> list[TargetOutput]:
@@ -148,11 +142,6 @@ class Prefill:
         refuse_nan(output.logits[:, -1:], self.target)  # here, where it ends this text alone
         chunk.row.offset = passes.offset
         return [output]
-
-    def fail(self, row: Sequence, error: Exception) -> None:
-        """End a text whose images the target cannot read."""
-        row.fail(error)
-        self.batch.partial = None
 
     def finish(self, chunks: list[PromptChunk], outputs: list[TargetOutput], feeds: bool) -> list[EmittedTokens]:
         """Record a pass over chunks; returns the first new tokens of the prompts that are complete.

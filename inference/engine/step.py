@@ -98,8 +98,7 @@ class DecodeStep:
         bytes_moved = self.batch.cache.keep([each.path for each in accepted], [each.nodes for each in accepted])
         paths = padded_rows([each.path for each in accepted]).to(self.target.device, non_blocking=True)
         blocks = self._record(accepted, take(output.taps, paths), output.logits, paths, bytes_moved)
-        if not parts:
-            self._observe_costs(ran, started)
+        self._observe(accepted, drafted, None if parts else started)
         return blocks, others
 
     def goes_on(self) -> bool:
@@ -117,24 +116,17 @@ class DecodeStep:
         started, last = time.perf_counter(), self.in_flight
         assert last is not None
         self._launch(last)
-        blocks, lengths = self._read(last)
+        blocks, lengths = self._read(last, started)
         self.batch.cache.target.lengths = lengths  # they are on the device
-        self._observe_costs(last.ran, started)
         return blocks
 
     def catch_up(self, started: float | None = None) -> list[EmittedTokens]:
         """Read the step in flight; rows that had ended before it take no tokens of it."""
-        last, self.in_flight, slots = self.in_flight, None, self.batch.cache.target
+        last, self.in_flight = self.in_flight, None
         assert last is not None
-        blocks, lengths = self._read(last)
-        slots.set_lengths(lengths)
-        if started is not None:
-            self._observe_costs(last.ran, started)
+        blocks, lengths = self._read(last, started)
+        self.batch.cache.target.set_lengths(lengths)
         return blocks
-
-    def forget_flight(self) -> None:
-        """Let the step in flight be run again."""
-        self.in_flight = None
 
     def _launch(self, last: InFlight | None = None) -> None:
         """Launch a captured step: after one that the host has not read, or else from what the host knows."""
@@ -157,16 +149,16 @@ class DecodeStep:
             return False
         return not self.with_logits and all(row.request.speculative or not self.drafts for row in rows)
 
-    def _read(self, step: InFlight) -> tuple[list[EmittedTokens], list[int]]:
+    def _read(self, step: InFlight, started: float | None) -> tuple[list[EmittedTokens], list[int]]:
         """Record a captured step; returns how many tokens the target's slots now hold of each row."""
         accepted, output = step.read(), step.output
         rows = zip(self.batch.rows, accepted, strict=True)
         lengths = [len(row.text) - 1 + (0 if row.ended else len(each.path)) for row, each in rows]
-        if self.speculation is not None and step.ran is not None:
-            self.speculation.observe(accepted, step.ran)
         assert self.batch.static is not None
         moved, paths = self.batch.static.bytes_moved(output), output.followed.paths
-        return self._record(accepted, output.taps, output.logits, paths, moved), lengths
+        blocks = self._record(accepted, output.taps, output.logits, paths, moved)
+        self._observe(accepted, step.drafted, started)
+        return blocks, lengths
 
     def _ran(self, tree: Tree) -> Ran | None:
         """What a step did; None if it was to draft, and had no draft tokens."""
@@ -177,9 +169,17 @@ class DecodeStep:
         nodes = tree.shape[1] if recurrent is None else max(recurrent.counts)
         return Ran(len(self.batch.rows), nodes, levels) if tree.shape[1] > 1 else None
 
-    def _observe_costs(self, ran: Ran | None, started: float) -> None:
-        if self.costs is not None and ran is not None:
-            self.costs.observe(ran, time.perf_counter() - started)
+    def _observe(self, accepted: list[Accepted], drafted: Drafted | None, started: float | None) -> None:
+        """Learn from a step, and from its time unless it shared that with prompts or with another step."""
+        if self.speculation is not None and drafted is not None:
+            self.speculation.observe(accepted, drafted.nodes, drafted.levels)
+        if self.costs is None or started is None:
+            return
+        seconds = time.perf_counter() - started
+        if drafted is not None:
+            self.costs.observe(drafted, seconds)
+        elif not self.drafts:
+            self.costs.observe_plain(self._situation(), seconds)
 
     def _make_room(self) -> None:
         batch = self.batch
@@ -238,10 +238,8 @@ class DecodeStep:
         if not self.target.passes.verifies_trees:
             tree = first_path(tree)
         output = self.target.passes.tree(tree, batch.cache)
-        accepted, ran = self._verify(tree, output.logits, verified.sampling), self._ran(tree)
-        if self.speculation is not None and ran is not None:
-            self.speculation.observe(accepted, ran)
-        return output, accepted, ran
+        accepted, drafted = self._verify(tree, output.logits, verified.sampling), self._drafted(tree, at, seconds)
+        return output, accepted, drafted
 
     def _verify_roots(self, parts: list[Part]) -> tuple[TargetOutput, list[Accepted], list[TargetOutput]]:
         """A step without draft tokens and without the drafter."""

@@ -78,21 +78,6 @@ class StepOutput:
         return replace(self, taps=self.taps.clone(), followed=followed)
 
 
-@dataclass
-class Capture:
-    """A captured function, and the sampling that its graph reads."""
-
-    sampling: BatchSampling
-    graphed: "Graphed"
-    taken: BatchSampling | None = None  # whose settings `sampling` holds
-
-    def __call__(self, sampling: BatchSampling, *inputs: Tensor) -> tuple[Tensor, ...]:
-        if self.taken is not sampling:
-            self.sampling.take(sampling)
-            self.taken = sampling
-        return self.graphed(*inputs)
-
-
 class StaticStep:
     """Drafts, runs the target and chooses tokens. Batches are padded to powers of two, so that graphs are few."""
 
@@ -100,7 +85,7 @@ class StaticStep:
         assert cache.target.static
         self.target, self.drafter, self.cache = target, drafter, cache
         self.batch = cache.target.batch
-        self.captured: dict[tuple[Any, ...], Capture] = {}
+        self.captured: dict[tuple[Any, ...], tuple[BatchSampling, Graphed]] = {}  # with the sampling that it reads
         self.held: Sequence[int] = ()  # as in `prepare`, and the next
         self.with_logits = False
 
@@ -276,15 +261,15 @@ class StaticStep:
     ) -> tuple[Tensor, ...]:
         """`function(sampling, *inputs)`, captured once for each name, each set of shapes and each form of sampling."""
         key = name, tuple(tensor.shape for tensor in inputs), sampling.captured_form, self.cache.target.reach
-        capture = self.captured.pop(key, None)
-        if capture is None:
+        if key not in self.captured:
             while len(self.captured) >= GRAPHS_MAX:
                 del self.captured[next(iter(self.captured))]
-            captured = BatchSampling([Sampling()] * len(inputs[0]), self.target.device, sampling.captured_form)
-            capture = Capture(captured, Graphed(partial(function, captured), self.memory))
-        self.captured[key] = capture  # the last one used is last
+            own = BatchSampling([Sampling()] * len(inputs[0]), self.target.device, sampling.captured_form)
+            self.captured[key] = own, Graphed(partial(function, own), self.memory)
+        own, graphed = self.captured[key] = self.captured.pop(key)  # the last one used is last
+        own.take(sampling)
         try:
-            return capture(sampling, *inputs)
+            return graphed(*inputs)
         except torch.OutOfMemoryError as error:
             step = f"steps of {len(inputs[0])} rows of {self.drafter.max_nodes} nodes and {key[-1]} slots"
             remedy = f"lower it or decode.nodes, or take shorter texts ({error})"
