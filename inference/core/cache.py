@@ -172,15 +172,13 @@ class Slots:
         self.starts = self.starts + counts
         self.pending, self._index = 0, {}
 
-    def keep(self, paths: list[list[int]]) -> int:
+    def keep(self, paths: list[list[int]]) -> None:
         """Commit the nodes of each row's path (ascending indices into the pending block), moved side by side.
 
-        Returns the bytes moved. All layers of a device move in one copy, whose size depends on the paths and not on the
-        context.
+        All layers of a device move in one copy, whose size depends on the paths and not on the context.
         """
         longest = max(map(len, paths))
         # Nodes that are already in their slots stay.
-        bytes_moved = 0
         first = min((i for path in paths for i, node in enumerate(path) if node != i), default=longest)
         if first < longest and len(paths) == 1:  # one row: plain indices are far cheaper
             start = self.lengths[0]
@@ -190,25 +188,20 @@ class Slots:
                 # [layers, 2, kv_heads, moved, head_dim]
                 moved = row.index_select(3, source.to(row.device, non_blocking=True))
                 row[..., start + first : start + longest, :] = moved
-                bytes_moved += moved.nbytes
         elif first < longest:
             padded = torch.tensor([[*path, *range(len(path), longest)] for path in paths])
-            bytes_moved = self.move_nodes(padded.to(self.device, non_blocking=True), first)
+            self.move_nodes(padded.to(self.device, non_blocking=True), first)
         self.advance([len(path) for path in paths])
-        return bytes_moved
 
-    def move_nodes(self, paths: Int[Tensor, "rows longest"], first: int = 1) -> int:
-        """`keep` without committing: moves the nodes of the paths from their place `first` on; returns the bytes."""
-        bytes_moved, (count, longest) = 0, paths.shape
+    def move_nodes(self, paths: Int[Tensor, "rows longest"], first: int = 1) -> None:
+        """`keep` without committing: moves the nodes of the paths from their place `first` on."""
+        count, longest = paths.shape
         source = self.starts[:, None] + paths[:, first:]
         goal = self.starts[:, None] + torch.arange(first, longest, device=self.device)
         rows = torch.arange(count, device=self.device)[:, None]
         for storage in self.storages:
             of, to, at = (index.to(storage.device) for index in (source, goal, rows))
-            moved = storage[:, :, at, :, of]  # [batch, moved, layers, 2, kv_heads, head_dim]
-            storage[:, :, at, :, to] = moved
-            bytes_moved += moved.nbytes
-        return bytes_moved
+            storage[:, :, at, :, to] = storage[:, :, at, :, of]  # [batch, moved, layers, 2, kv_heads, head_dim]
 
     def row(self, number: int) -> "Slots":
         """One row by itself, empty, in the same storage, in use or not. Its shapes are never static."""
@@ -364,11 +357,11 @@ class KVCache(Cache):
         recurrent = None if self.recurrent is None else self.recurrent.row(number)
         return KVCache(self.target.row(number), head, recurrent, self.make_layers)
 
-    def keep(self, paths: list[list[int]], tokens: list[list[int]]) -> int:
-        """Commit each row's path through the tree of these tokens after a pass over it; returns the bytes moved."""
+    def keep(self, paths: list[list[int]], tokens: list[list[int]]) -> None:
+        """Commit each row's path through the tree of these tokens after a pass over it."""
         if self.recurrent is not None:
             self.recurrent.keep(paths, tokens)
-        return self.target.keep(paths)
+        self.target.keep(paths)
 
     def set_lengths(self, lengths: list[int]) -> None:
         """Set which rows are in use and how many tokens each holds."""

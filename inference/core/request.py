@@ -80,7 +80,6 @@ class DecodeStats:
     drafting_steps: int = 0  # steps that verified any
     resting_steps: int = 0  # steps of a text that may be drafted, in which drafts were off: one token each
     seconds: float = 0.0  # wall time of the whole generation, prefill included
-    bytes_moved: int = 0  # in the KV cache, to put accepted nodes side by side; without moved rows and growth
     accepted_at_depth: list[int] = field(default_factory=list)  # steps in which at least 1, 2, ... drafts became text
 
     @property

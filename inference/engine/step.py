@@ -94,10 +94,9 @@ class DecodeStep:
             output, accepted, ran = self._draft_and_verify()
         else:
             output, accepted, others = self._verify_roots(parts)
-            ran = Ran(len(accepted))
-        bytes_moved = self.batch.cache.keep([each.path for each in accepted], [each.nodes for each in accepted])
+        self.batch.cache.keep([each.path for each in accepted], [each.nodes for each in accepted])
         paths = padded_rows([each.path for each in accepted]).to(self.target.device, non_blocking=True)
-        blocks = self._record(accepted, take(output.taps, paths), output.logits, paths, bytes_moved)
+        blocks = self._record(accepted, take(output.taps, paths), output.logits, paths)
         self._observe(accepted, drafted, None if parts else started)
         return blocks, others
 
@@ -154,9 +153,7 @@ class DecodeStep:
         accepted, output = step.read(), step.output
         rows = zip(self.batch.rows, accepted, strict=True)
         lengths = [len(row.text) - 1 + (0 if row.ended else len(each.path)) for row, each in rows]
-        assert self.batch.static is not None
-        moved, paths = self.batch.static.bytes_moved(output), output.followed.paths
-        blocks = self._record(accepted, output.taps, output.logits, paths, moved)
+        blocks = self._record(accepted, output.taps, output.logits, output.followed.paths)
         self._observe(accepted, step.drafted, started)
         return blocks, lengths
 
@@ -297,7 +294,6 @@ class DecodeStep:
         taps: Float[Tensor, "batch longest tapped"],
         logits: Float[Tensor, "batch nodes vocab"],
         paths: Int[Tensor, "batch longest"],
-        bytes_moved: int,
     ) -> list[EmittedTokens]:
         """Add the accepted tokens to each row; `taps` are all that the target gives, along the paths."""
         device, batch = self.target.device, self.batch
@@ -328,7 +324,6 @@ class DecodeStep:
                 blocks.append(row.record_step(each, row_taps, scores, is_read, rests))
             except Exception as error:  # it ends this row alone
                 row.fail(error)
-            row.generation.stats.bytes_moved += bytes_moved // len(batch.rows)
         return [block for block in blocks if block.tokens]
 
     def _with_gumbel(self, count: int) -> BatchSampling:

@@ -227,12 +227,6 @@ class StaticStep:
             outputs = self.replay(choose, name, sampling, tokens, parents)
         return StepOutput.from_tensors(outputs, rows)
 
-    def bytes_moved(self, output: StepOutput) -> int:
-        """Bytes that a step has copied within the cache, to put accepted nodes side by side."""
-        rows, nodes = output.tree.shape
-        kept = slice(1, output.longest if nodes > 1 else 1)
-        return sum(storage[:, :, :rows, :, kept].nbytes for storage in self.cache.target.storages)
-
     def more_rows(self, rows: int) -> int:
         """Padding rows up to a power of two, limited by the cache's rows."""
         return min(size_bucket(rows), self.batch) - rows
