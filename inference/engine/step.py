@@ -69,7 +69,9 @@ class DecodeStep:
         """Prepare a step; this work, most of it once per new row, is not counted in the step's time."""
         batch = self.batch
         self._follow_rows()
-        self._make_room()
+        batch.make_room(max(batch.cache.target.lengths) + batch.nodes)
+        if batch.static is not None:
+            self._prepare(batch.static)
         self.drafts = self.target.passes.prepare_step(batch.cache, self._prepare_drafts(may_draft))
         for place, row in enumerate(batch.rows):
             if not row.is_remembered:  # for requests that share its prefix and come before this text ends
@@ -89,12 +91,24 @@ class DecodeStep:
             if may_run_ahead and self._runs_ahead():
                 return [], []
             return self.catch_up(started), []
+        passes, cache, drafting = self.target.passes, self.batch.cache, None
         if self.drafts:
             assert not parts
-            output, accepted, ran = self._draft_and_verify()
+            verified, at, began = self._verified(), self._situation(), time.perf_counter()
+            tree, sampling = self.drafter.draft(verified, cache), verified.sampling
+            # Elsewhere the work may not be done yet.
+            drafting = at, time.perf_counter() - began if self.target.device.type == "cpu" else None
+            if not passes.verifies_trees:
+                tree = first_path(tree)
         else:
-            output, accepted, others = self._verify_roots(parts)
-        self.batch.cache.keep([each.path for each in accepted], [each.nodes for each in accepted])
+            tree, sampling = Tree.root_only(self._roots()), self._with_gumbel(1)
+        if parts:
+            output, *others = passes.side_by_side([Part.of_tree(cache.target, tree), *parts])
+        else:
+            output = passes.tree(tree, cache)
+        accepted = self._verify(tree, output.logits, sampling)
+        drafted = None if drafting is None else self._drafted(tree, *drafting)
+        cache.keep([each.path for each in accepted], [each.nodes for each in accepted])
         paths = padded_rows([each.path for each in accepted]).to(self.target.device, non_blocking=True)
         blocks = self._record(accepted, take(output.taps, paths), output.logits, paths)
         self._observe(accepted, drafted, None if parts else started)
@@ -178,12 +192,6 @@ class DecodeStep:
         elif not self.drafts:
             self.costs.observe_plain(self._situation(), seconds)
 
-    def _make_room(self) -> None:
-        batch = self.batch
-        batch.make_room(max(batch.cache.target.lengths) + batch.nodes)
-        if batch.static is not None:
-            self._prepare(batch.static)
-
     def _prepare(self, static: StaticStep, unread: int = 0) -> None:
         """Let the next captured step attend to all tokens, up to `unread` of a step in flight included."""
         batch = self.batch
@@ -229,23 +237,8 @@ class DecodeStep:
             return False
         return self.speculation is None or self.speculation.pays(len(self.batch.rows))
 
-    def _draft_and_verify(self) -> tuple[TargetOutput, list[Accepted], Ran | None]:
-        verified, batch = self._verified(), self.batch
-        tree = self.drafter.draft(verified, batch.cache)
-        if not self.target.passes.verifies_trees:
-            tree = first_path(tree)
-        output = self.target.passes.tree(tree, batch.cache)
-        accepted, drafted = self._verify(tree, output.logits, verified.sampling), self._drafted(tree, at, seconds)
-        return output, accepted, drafted
-
-    def _verify_roots(self, parts: list[Part]) -> tuple[TargetOutput, list[Accepted], list[TargetOutput]]:
-        """A step without draft tokens and without the drafter."""
-        tree, batch = Tree.root_only(self._roots()), self.batch
-        if parts:
-            output, *others = self.target.passes.side_by_side([Part.of_tree(batch.cache.target, tree), *parts])
-        else:
-            output, others = self.target.passes.tree(tree, batch.cache), []
-        return output, self._verify(tree, output.logits, self._with_gumbel(1)), others
+    def _situation(self) -> Situation:
+        return Situation(max(self.batch.cache.target.lengths), len(self.batch.rows), self.sampling.all_greedy)
 
     def _verify(self, tree: Tree, logits: Float[Tensor, "rows nodes vocab"], sampling: BatchSampling) -> list[Accepted]:
         """Let the target choose at each node among the tokens that the row's constraint allows."""
