@@ -185,7 +185,6 @@ class BatchSampling:
         for row, sampling in enumerate(samplings):
             members.setdefault(captured or sampling.form, []).append(row)
         self.forms = tuple(members)
-        self.needs_history = any(form.penalised for form in members)
         self.all_greedy = not any(form.sampled for form in members)
         # If true, the scores are the logits themselves, so the fastest kind of step has no overhead.
         self.keeps_logits = self.all_greedy and not any(form.penalised or form.biased for form in members)

@@ -269,10 +269,7 @@ class DecodeLoop:
         alone = reads and self._next_has_images()  # in turn with the steps
         reads = reads and not (alone and running and schedule.read_last)
         if self.decode_step.in_flight is not None:
-            goes_on = not can_read and self.decode_step.goes_on()
-            blocks = self.decode_step.run_ahead() if goes_on else []
-            if not goes_on or any(row.ended for row in batch.rows):
-                blocks += self.decode_step.catch_up()
+            blocks = self.decode_step.follow_flight(may_go_on=not can_read)
             self._end_rows()
             return blocks
         steps = running > 0 and (not reads or (schedule.shares_steps and not alone))

@@ -114,24 +114,19 @@ class DecodeStep:
         self._observe(accepted, drafted, None if parts else started)
         return blocks, others
 
-    def goes_on(self) -> bool:
-        """Whether another step follows the one in flight for the same rows: alike, in the same slots, and none may end.
-
-        Call it once before each step.
-        """
-        assert self.in_flight is not None
-        batch, most = self.batch, self.in_flight.output.longest
-        has_room = batch.cache.target.capacity >= batch.limit
-        return has_room and all(row.left > most for row in batch.rows) and self._may_draft() == self.drafts
-
-    def run_ahead(self) -> list[EmittedTokens]:
-        """Launch the next step, then read the one in flight; returns the new tokens of that one."""
-        started, last = time.perf_counter(), self.in_flight
+    def follow_flight(self, may_go_on: bool) -> list[EmittedTokens]:
+        """Read the step in flight; returns its new tokens. If it `may_go_on`, the next step is launched before, for the
+        same rows in the same slots, unless one of them may end."""
+        started, last, batch, blocks = time.perf_counter(), self.in_flight, self.batch, list[EmittedTokens]()
         assert last is not None
-        self._launch(last)
-        blocks, lengths = self._read(last, started)
-        self.batch.cache.target.lengths = lengths  # they are on the device
-        return blocks
+        has_room = batch.cache.target.capacity >= batch.limit
+        none_ends = all(row.left > last.output.longest for row in batch.rows)
+        if may_go_on and has_room and none_ends and self._may_draft() == self.drafts:
+            self._launch(last)
+            blocks, batch.cache.target.lengths = self._read(last, started)  # which are on the device
+            if not any(row.ended for row in batch.rows):
+                return blocks
+        return blocks + self.catch_up()
 
     def catch_up(self, started: float | None = None) -> list[EmittedTokens]:
         """Read the step in flight; rows that had ended before it take no tokens of it."""

@@ -353,7 +353,7 @@ class Passes:
         output = self.forward(
             torch.cat([part.tokens.flatten() for part in parts]).unsqueeze(0),
             torch.cat([part.positions.flatten() for part in parts]).unsqueeze(0),
-            one_or_all(packed),
+            self._one_or_all(packed),
             cache,
             logits_at=logits_at,
         )
@@ -383,8 +383,10 @@ class Passes:
 
     def masks(self, slots: Slots, block: PendingTokens) -> Masks:
         """The attention mask as the model expects it: one for all layers, or one per layer type."""
-        masks: dict[str, Any] = {**self._masks_by_kind(slots, block)}
-        return one_or_all(masks) if len(masks) == 1 else {**masks, **dict.fromkeys(self.unmasked)}
+        return self._one_or_all(self._masks_by_kind(slots, block))
+
+    def _one_or_all(self, masks: dict[str, Tensor]) -> Masks:
+        return {**masks, **dict.fromkeys(self.unmasked)} if len(masks) > 1 else next(iter(masks.values()))
 
     def _masks_by_kind(self, slots: Slots, block: PendingTokens) -> dict[str, Tensor]:
         make = partial(block_mask, slots, block, self.dtype, carries_keys=self.by_block)
@@ -404,10 +406,6 @@ def one_stream(hidden: Tensor, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor
 def relative_difference(logits: Tensor, wanted: Tensor) -> float:
     """The size of the difference of logits, relative to the wanted ones."""
     return float((logits.float() - wanted.float()).norm() / wanted.float().norm().clamp(min=1e-6))
-
-
-def one_or_all(masks: dict[str, Tensor]) -> Masks:
-    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 # Hooks hold the tensors alone. A hook that held its target would keep it in memory after its last user is gone.
