@@ -52,16 +52,13 @@ class Batch:
         if target.passes.layout.is_recurrent:
             self.nodes += WINDOW  # rows with a shorter window than others are padded
         self.is_lazy = takes_memory_lazily(target.device, self.is_static, max_rows)
-        shapes = [shape for shape in (target.passes.layout.shapes, drafter.cache_shape) if shape is not None]
-        devices, states = {*target.passes.layout.devices}, target.passes.layout.state_bytes
+        layout, has_slots = target.passes.layout, drafter.cache_shape is not None
+        shapes = [shape for shape in (layout.shapes, drafter.cache_shape) if shape is not None]
+        devices, states = {*layout.devices}, layout.state_bytes
         self.budget = CacheBudget(memory, shapes, target.dtype, devices, max_rows, self.is_lazy, states)
-        self.prefixes = (
-            None
-            if prefix_memory is None
-            else PrefixIndex(
-                prefix_memory, drafter.cache_shape is not None, target.passes.layout.is_recurrent, target.end_tokens
-            )
-        )
+        self.prefixes: PrefixIndex | None = None
+        if prefix_memory is not None:
+            self.prefixes = PrefixIndex(prefix_memory, has_slots, layout.is_recurrent, target.end_tokens)
         self.rows: list[Sequence] = []
         self.changes = 0  # how often `rows` changed
         self.partial: PartialPrompt | None = None

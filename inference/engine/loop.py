@@ -23,9 +23,8 @@ from headstart.inference.targets.cuda_graph import REACH_MIN
 from headstart.inference.targets.model import TargetModel
 
 # Tokens of prompts in a pass. In longer chunks attention within the chunk costs too much; a GPU needs them to be busy.
-PREFILL_CHUNK_CPU, PREFILL_CHUNK_GPU = 512, 2048
-# The same while rows run, which wait for the pass: on a CPU, about two plain steps.
-CHUNK_WITH_ROWS_CPU, CHUNK_WITH_ROWS_GPU = 16, 512
+# The second number holds while rows run, which wait for the pass: on a CPU, about two plain steps.
+CHUNKS_CPU, CHUNKS_GPU = (512, 16), (2048, 512)
 
 
 def generate(
@@ -149,8 +148,7 @@ class DecodeLoop:
         prompts_first = prompts_first or not alone
         shares_steps = not prompts_first and not self.batch.is_static and target.passes.allows_side_by_side
         on_cpu = target.device.type == "cpu"
-        chunk = PREFILL_CHUNK_CPU if on_cpu else PREFILL_CHUNK_GPU
-        with_rows = CHUNK_WITH_ROWS_CPU if on_cpu else CHUNK_WITH_ROWS_GPU
+        chunk, with_rows = CHUNKS_CPU if on_cpu else CHUNKS_GPU
         chunk = chunk if prefill_chunk is None else prefill_chunk
         self.schedule = PrefillSchedule(chunk, with_rows, prompts_first, shares_steps)
         self.threads = Threads() if alone and on_cpu else None

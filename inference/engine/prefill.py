@@ -73,25 +73,18 @@ class Prefill:
         """
         if any(request.images is not None for request in requests) or not self.target.passes.allows_side_by_side:
             return False
-        batch, prefixes = self.batch, self.batch.prefixes
-        prompts, scores = [request.prompt for request in requests], [request.prompt_logprobs for request in requests]
-        known = [
-            0 if is_scored or prefixes is None else prefixes.known_tokens(prompt)
-            for prompt, is_scored in zip(prompts, scores, strict=True)
+        index = self.batch.prefixes
+        reused = [
+            0 if index is None or request.prompt_logprobs else index.known_tokens(request.prompt)
+            for request in requests
         ]
-        rests = [len(prompt) - count for prompt, count in zip(prompts, known, strict=True)]
-        if sum(rests) > most:
+        if sum(len(request.prompt) for request in requests) - sum(reused) > most:
             return False
-        *others, last = prompts
-        end = known[-1] + BLOCK
-        if (
-            prefixes is not None
-            and not scores[-1]
-            and len(last) > end
-            and any(other[:end] == last[:end] for other in others)
-        ):
-            return False
-        return batch.fits(requests)
+        *others, last = requests
+        end = reused[-1] + BLOCK
+        may_reuse = index is not None and not last.prompt_logprobs and len(last.prompt) > end
+        waits = may_reuse and any(other.prompt[:end] == last.prompt[:end] for other in others)
+        return not waits and self.batch.fits(requests)
 
     def next_chunks(self, rows: list[Sequence], most: int) -> list[PromptChunk]:
         """The next chunks, of at most `most` tokens: the prompts of these rows, or more of the partial prompt."""

@@ -249,20 +249,14 @@ class DecodeStep:
     def _verified(self) -> VerifiedOnHost:
         """The tokens and hidden states that the last step verified in each row, as a batch."""
         rows, device = self.batch.rows, self.target.device
-        # A row that the drafter lags behind only fills the batch's shape and gets no drafts.
-        new_taps = [row.unread.parts[0][:1] if row.unread.is_behind else row.unread.taps for row in rows]
-        verified = [
-            VerifiedRow(
-                row.text,
-                row.unread.start,
-                len(taps),
-                0 if row.unread.is_behind else row.usable_drafts,
-                row.key,
-                row.accepted,
-                row.constraint,
-            )
-            for row, taps in zip(rows, new_taps, strict=True)
-        ]
+        verified, new_taps = list[VerifiedRow](), list[Tensor]()
+        for row in rows:
+            # A row that the drafter lags behind only fills the batch's shape and gets no drafts.
+            unread, lags = row.unread, row.unread.is_behind
+            taps, drafts = (unread.parts[0][:1], 0) if lags else (unread.taps, row.usable_drafts)
+            given = row.text, unread.start, len(taps), drafts, row.key, row.accepted, row.constraint
+            verified.append(VerifiedRow(*given))
+            new_taps.append(taps)
         # The token after the last newly verified position is the root.
         next_tokens = padded_rows([row.text[row.start + 1 : row.end + 1] for row in verified])
         next_tokens = next_tokens.to(device, non_blocking=True)
