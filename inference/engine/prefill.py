@@ -18,9 +18,8 @@ from headstart.inference.engine.step import constraints_of, drafter_taps, start_
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.passes import TargetOutput
 
-ROWS_PER_FREE_SLOT = (
-    16  # in batch jobs, a batch waits for one free slot per this many running rows before it reads prompts
-)
+# In batch jobs, a batch waits for one free slot per this many running rows before it reads prompts.
+ROWS_PER_FREE_SLOT = 16
 
 
 @dataclass(frozen=True)

@@ -103,12 +103,9 @@ class ChatTemplate:
         return self.tokens(turn) if self.is_turn(text) else self.encode_text(text)
 
     def is_turn(self, text: str) -> bool:
-        """Whether plain text is a user's turn: there is a template, and the text is not rendered yet."""
-        return self.exists and not self.is_rendered(text)
-
-    def is_rendered(self, text: str) -> bool:
-        """Whether a text begins with a special token, as chat templates write it."""
-        return self.special.match(text) is not None
+        """Whether plain text is a user's turn: there is a template, and no special token begins the text, as one begins
+        rendered texts."""
+        return self.exists and self.special.match(text) is None
 
     def render(
         self,
@@ -166,7 +163,7 @@ class ChatTemplate:
         values, functions = {**self.settings, **(variables or {})}, cast(Any, tools)
         source = self.source(tools)
         if values.get(DATE) is not None:
-            source = with_date(source, day_of(values[DATE]))
+            source = with_date(source, values[DATE])
         if all(turn["content"] is not None for turn in turns):
             return self.tokenizer.apply_chat_template(turns, tools=functions, chat_template=source, **options, **values)
         options.pop("tokenize")
@@ -228,18 +225,16 @@ class ChatTemplate:
         return CALL_FORMS[0]
 
 
-def with_date(source: str, day: date) -> str:
-    """A template whose current day is this one."""
+def with_date(source: str, text: Any) -> str:
+    """A template whose current day is this one; raises ValueError for a text that names no day."""
+    try:
+        day = date.fromisoformat(str(text))
+    except ValueError:
+        raise wrong_value(
+            f"chat_template_kwargs.{DATE}", repr(text), "a day such as 2026-11-26 is", "correct it"
+        ) from None
     directives = [f"%{flag}{letter}" for flag in ("", "-") for letter in ascii_letters]
     return STRFTIME % json.dumps({directive: day.strftime(directive) for directive in directives}) + source
-
-
-def day_of(text: Any) -> date:
-    try:
-        return date.fromisoformat(str(text))
-    except ValueError:
-        allowed = "a day such as 2026-11-26 is allowed; correct it"
-        raise ValueError(f"chat_template_kwargs.{DATE}: {text!r} given, {allowed}") from None
 
 
 def read_json(text: str) -> Any:

@@ -284,17 +284,9 @@ class StaticStep:
         tokens, parents, _ = self.draft_alone(self.captured_drafter, sampling, *inputs)
         return self.choose(with_logits, sampling, tokens, parents)
 
-    def draft_alone(
-        self,
-        drafter: CapturedDrafter,
-        sampling: BatchSampling,
-        taps: Tensor,
-        next_tokens: Tensor,
-        roots: Tensor,
-        counts: Tensor,
-        left: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def draft_alone(self, drafter: CapturedDrafter, sampling: BatchSampling, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Draft a tree; returns the tokens, parents and chances of its nodes."""
+        taps, next_tokens, roots, counts, left = inputs
         self.cache.reset()
         if sampling.gumbel_table is None:
             sampling = self.with_gumbel(sampling, drafter.depth + 1)
