@@ -91,13 +91,11 @@ class DecodeStep:
             if may_run_ahead and self._runs_ahead():
                 return [], []
             return self.catch_up(started), []
-        passes, cache, drafting = self.target.passes, self.batch.cache, None
+        passes, cache = self.target.passes, self.batch.cache
         if self.drafts:
             assert not parts
-            verified, at, began = self._verified(), self._situation(), time.perf_counter()
+            verified = self._verified()
             tree, sampling = self.drafter.draft(verified, cache), verified.sampling
-            # Elsewhere the work may not be done yet.
-            drafting = at, time.perf_counter() - began if self.target.device.type == "cpu" else None
             if not passes.verifies_trees:
                 tree = first_path(tree)
         else:
@@ -107,11 +105,11 @@ class DecodeStep:
         else:
             output = passes.tree(tree, cache)
         accepted = self._verify(tree, output.logits, sampling)
-        drafted = None if drafting is None else self._drafted(tree, *drafting)
+        ran = self._ran(tree)
         cache.keep([each.path for each in accepted], [each.nodes for each in accepted])
         paths = padded_rows([each.path for each in accepted]).to(self.target.device, non_blocking=True)
         blocks = self._record(accepted, take(output.taps, paths), output.logits, paths)
-        self._observe(accepted, drafted, None if parts else started)
+        self._observe(accepted, ran, None if parts else started)
         return blocks, others
 
     def follow_flight(self, may_go_on: bool) -> list[EmittedTokens]:
@@ -163,7 +161,7 @@ class DecodeStep:
         rows = zip(self.batch.rows, accepted, strict=True)
         lengths = [len(row.text) - 1 + (0 if row.ended else len(each.path)) for row, each in rows]
         blocks = self._record(accepted, output.taps, output.logits, output.followed.paths)
-        self._observe(accepted, step.drafted, started)
+        self._observe(accepted, step.ran, started)
         return blocks, lengths
 
     def _ran(self, tree: Tree) -> Ran | None:
@@ -175,17 +173,12 @@ class DecodeStep:
         nodes = tree.shape[1] if recurrent is None else max(recurrent.counts)
         return Ran(len(self.batch.rows), nodes, levels) if tree.shape[1] > 1 else None
 
-    def _observe(self, accepted: list[Accepted], drafted: Drafted | None, started: float | None) -> None:
+    def _observe(self, accepted: list[Accepted], ran: Ran | None, started: float | None) -> None:
         """Learn from a step, and from its time unless it shared that with prompts or with another step."""
-        if self.speculation is not None and drafted is not None:
-            self.speculation.observe(accepted, drafted.nodes, drafted.levels)
-        if self.costs is None or started is None:
-            return
-        seconds = time.perf_counter() - started
-        if drafted is not None:
-            self.costs.observe(drafted, seconds)
-        elif not self.drafts:
-            self.costs.observe_plain(self._situation(), seconds)
+        if self.speculation is not None and ran is not None:
+            self.speculation.observe(accepted, ran)
+        if self.costs is not None and ran is not None and started is not None:
+            self.costs.observe(ran, time.perf_counter() - started)
 
     def _prepare(self, static: StaticStep, unread: int = 0) -> None:
         """Let the next captured step attend to all tokens, up to `unread` of a step in flight included."""
@@ -231,9 +224,6 @@ class DecodeStep:
         if not self.drafter.depth or not any(row.request.speculative for row in self.batch.rows):
             return False
         return self.speculation is None or self.speculation.pays(len(self.batch.rows))
-
-    def _situation(self) -> Situation:
-        return Situation(max(self.batch.cache.target.lengths), len(self.batch.rows), self.sampling.all_greedy)
 
     def _verify(self, tree: Tree, logits: Float[Tensor, "rows nodes vocab"], sampling: BatchSampling) -> list[Accepted]:
         """Let the target choose at each node among the tokens that the row's constraint allows."""

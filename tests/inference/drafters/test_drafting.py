@@ -18,7 +18,6 @@ from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.layers import rotary_table
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.calibrate import score_text
-from headstart.inference.core.drafter import Situation
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
