@@ -133,9 +133,9 @@ def measure(rows: list[Row], prompts: list[list[int]], target: TargetModel, head
 
 
 def overhead_table(rows: list[Row]) -> Table:
-    title = "ms per step, greedy; overhead: the rest of a step, in %; bytes moved within the cache"
+    title = "ms per step, greedy; overhead: the rest of a step, in %"
     table = Table("method", title=title)
-    for column in ("tokens\na step", "tokens/s", "x generate", "step", "target", "head", "overhead", "bytes\nmoved"):
+    for column in ("tokens\na step", "tokens/s", "x generate", "step", "target", "head", "overhead"):
         table.add_column(column, justify="right")
     base = next(row.rate for row in rows if row.name == "generate")
     for row in rows:
@@ -148,7 +148,6 @@ def overhead_table(rows: list[Row]) -> Table:
             f"{row.rate / base:.2f}",
             *(f"{value:.2f}" for value in (whole, target, head)),
             f"{100 * (whole - target - head) / whole:.1f}",
-            f"{row.stats.bytes_moved / steps:,.0f}",
         )
     return table
 

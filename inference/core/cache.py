@@ -1,7 +1,7 @@
 """The KV cache of a target and its head, one allocation per device. Models see it as a transformers Cache."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -17,13 +17,6 @@ SlotContents = tuple[Float[Tensor, "_layers _parts _heads _count _size"], ...]  
 
 
 LayerMaker = Callable[["KVCache"], list[Any]]
-
-
-class Move(NamedTuple):
-    """A row of the batch is copied over another."""
-
-    source: int
-    goal: int
 
 
 class Slots:
@@ -179,15 +172,13 @@ class Slots:
         self.starts = self.starts + counts
         self.pending, self._index = 0, {}
 
-    def keep(self, paths: list[list[int]]) -> int:
+    def keep(self, paths: list[list[int]]) -> None:
         """Commit the nodes of each row's path (ascending indices into the pending block), moved side by side.
 
-        Returns the bytes moved. All layers of a device move in one copy, whose size depends on the paths and not on the
-        context.
+        All layers of a device move in one copy, whose size depends on the paths and not on the context.
         """
         longest = max(map(len, paths))
         # Nodes that are already in their slots stay.
-        bytes_moved = 0
         first = min((i for path in paths for i, node in enumerate(path) if node != i), default=longest)
         if first < longest and len(paths) == 1:  # one row: plain indices are far cheaper
             start = self.lengths[0]
@@ -197,25 +188,20 @@ class Slots:
                 # [layers, 2, kv_heads, moved, head_dim]
                 moved = row.index_select(3, source.to(row.device, non_blocking=True))
                 row[..., start + first : start + longest, :] = moved
-                bytes_moved += moved.nbytes
         elif first < longest:
             padded = torch.tensor([[*path, *range(len(path), longest)] for path in paths])
-            bytes_moved = self.move_nodes(padded.to(self.device, non_blocking=True), first)
+            self.move_nodes(padded.to(self.device, non_blocking=True), first)
         self.advance([len(path) for path in paths])
-        return bytes_moved
 
-    def move_nodes(self, paths: Int[Tensor, "rows longest"], first: int = 1) -> int:
-        """`keep` without committing: moves the nodes of the paths from their place `first` on; returns the bytes."""
-        bytes_moved, (count, longest) = 0, paths.shape
+    def move_nodes(self, paths: Int[Tensor, "rows longest"], first: int = 1) -> None:
+        """`keep` without committing: moves the nodes of the paths from their place `first` on."""
+        count, longest = paths.shape
         source = self.starts[:, None] + paths[:, first:]
         goal = self.starts[:, None] + torch.arange(first, longest, device=self.device)
         rows = torch.arange(count, device=self.device)[:, None]
         for storage in self.storages:
             of, to, at = (index.to(storage.device) for index in (source, goal, rows))
-            moved = storage[:, :, at, :, of]  # [batch, moved, layers, 2, kv_heads, head_dim]
-            storage[:, :, at, :, to] = moved
-            bytes_moved += moved.nbytes
-        return bytes_moved
+            storage[:, :, at, :, to] = storage[:, :, at, :, of]  # [batch, moved, layers, 2, kv_heads, head_dim]
 
     def row(self, number: int) -> "Slots":
         """One row by itself, empty, in the same storage, in use or not. Its shapes are never static."""
@@ -225,13 +211,13 @@ class Slots:
         row.offsets = None if self.offsets is None else self.offsets[number : number + 1]
         return row
 
-    def end_row(self, moves: list[Move]) -> None:
-        """Take the last row out of use, after these moves."""
-        lengths = list(self.lengths)
-        for source, goal in moves:
-            self.move(source, goal, lengths[source] + 1)  # a draft model's root comes after it, and is read next
-            lengths[goal] = lengths[source]
-        self.set_lengths(lengths[:-1])
+    def end_row(self, number: int) -> None:
+        """Take a row out of use; the last one moves into its place."""
+        *lengths, last = self.lengths
+        if number < len(lengths):
+            self.move(len(lengths), number, last + 1)  # a draft model's root comes after it, and is read next
+            lengths[number] = last
+        self.set_lengths(lengths)
 
     def kv(self, number: int, first: int, end: int) -> SlotContents:
         """Views of some slots of a row, in use or not."""
@@ -371,28 +357,25 @@ class KVCache(Cache):
         recurrent = None if self.recurrent is None else self.recurrent.row(number)
         return KVCache(self.target.row(number), head, recurrent, self.make_layers)
 
-    def keep(self, paths: list[list[int]], tokens: list[list[int]]) -> int:
-        """Commit each row's path through the tree of these tokens after a pass over it; returns the bytes moved."""
+    def keep(self, paths: list[list[int]], tokens: list[list[int]]) -> None:
+        """Commit each row's path through the tree of these tokens after a pass over it."""
         if self.recurrent is not None:
             self.recurrent.keep(paths, tokens)
-        return self.target.keep(paths)
+        self.target.keep(paths)
 
     def set_lengths(self, lengths: list[int]) -> None:
         """Set which rows are in use and how many tokens each holds."""
         for slots in self.slots:
             slots.set_lengths(lengths)
 
-    def end_row(self, number: int) -> list[Move]:
-        """Take a row out of use; returns the moves of other rows."""
-        lengths, last = list(self.target.lengths), len(self.target.lengths) - 1
-        self.set_lengths(lengths)  # the head may have read more than its lengths say
-        moves = [] if number == last else [Move(last, number)]
+    def end_row(self, number: int) -> None:
+        """Take a row out of use; the last one moves into its place."""
+        last = len(self.target.lengths) - 1
+        self.set_lengths(self.target.lengths)  # the head may have read more than its lengths say
         for slots in self.slots:
-            slots.end_row(moves)
-        if self.recurrent is not None:
-            for source, goal in moves:
-                self.recurrent.move(source, goal)
-        return moves
+            slots.end_row(number)
+        if self.recurrent is not None and number < last:
+            self.recurrent.move(last, number)
 
     def move(self, source: int, goal: int, held: int) -> None:
         """Copy a row to another row; neither has to be in use."""

@@ -80,7 +80,6 @@ class DecodeStats:
     drafting_steps: int = 0  # steps that verified any
     resting_steps: int = 0  # steps of a text that may be drafted, in which drafts were off: one token each
     seconds: float = 0.0  # wall time of the whole generation, prefill included
-    bytes_moved: int = 0  # in the KV cache, to put accepted nodes side by side; without moved rows and growth
     accepted_at_depth: list[int] = field(default_factory=list)  # steps in which at least 1, 2, ... drafts became text
 
     @property
@@ -240,40 +239,30 @@ class EmittedTokens:
 class Unread:
     """Hidden states of a row that its drafter has not read."""
 
-    taps: Float[Tensor, "count tapped"]  # at consecutive positions
+    parts: list[Float[Tensor, "_ tapped"]]  # at consecutive positions
     start: int  # the first of these positions
-    later: list[Tensor] = field(default_factory=list)  # at later positions, from steps that the drafter missed
     newest: int = 0  # positions that the drafter reads with its next draft; 0 until it has read the prompt
+
+    @property
+    def taps(self) -> Float[Tensor, "count tapped"]:
+        """All of them together."""
+        if len(self.parts) > 1:
+            self.parts = [torch.cat(self.parts)]
+        return self.parts[0]
+
+    @property
+    def count(self) -> int:
+        """The number of positions."""
+        return sum(map(len, self.parts))
 
     @property
     def is_behind(self) -> bool:
         """Whether the drafter lacks more than it reads with its next draft."""
-        return bool(self.later) or len(self.taps) > self.newest
-
-    def at_most(self, count: int) -> bool:
-        """Whether the drafter has read the prompt and lacks at most `count` positions."""
-        return self.newest > 0 and len(self.taps) + sum(len(taps) for taps in self.later) <= count
-
-    def read_with_draft(self) -> None:
-        """Let the drafter read all of it with its next draft."""
-        self.gather()
-        self.newest = len(self.taps)
-
-    def add(self, taps: Float[Tensor, "count tapped"]) -> None:
-        """Add the hidden states of the next positions."""
-        if len(self.taps):
-            self.later.append(taps)
-        else:
-            self.taps = taps
-
-    def gather(self) -> None:
-        """Put all hidden states together."""
-        if self.later:
-            self.taps, self.later = torch.cat([self.taps, *self.later]), []
+        return self.count > self.newest
 
     def has_read(self, count: int) -> None:
         """Drop the first `count` positions, which the drafter has read."""
-        self.start, self.taps = self.start + count, self.taps[count:]
+        self.start, self.parts = self.start + count, [self.taps[count:]]
         self.newest = max(self.newest, 1)
 
 
@@ -350,9 +339,9 @@ class Sequence:
         `is_read`: the drafter has read all positions before these, or never will. `rests`: drafts were off.
         """
         if is_read:
-            self.unread = Unread(taps, len(self.text) - 1, newest=len(taps))
+            self.unread = Unread([taps], len(self.text) - 1, newest=len(taps))
         else:
-            self.unread.add(taps)
+            self.unread.parts.append(taps)
         self.accepted = accepted
         added = self.add_tokens(accepted.tokens, scores)
         path = accepted.path[: len(added) + 1]  # without nodes accepted after the end of the text

@@ -185,11 +185,11 @@ class BatchSampling:
         for row, sampling in enumerate(samplings):
             members.setdefault(captured or sampling.form, []).append(row)
         self.forms = tuple(members)
-        self.needs_history = any(form.penalised for form in members)
         self.all_greedy = not any(form.sampled for form in members)
         # If true, the scores are the logits themselves, so the fastest kind of step has no overhead.
         self.keeps_logits = self.all_greedy and not any(form.penalised or form.biased for form in members)
         self.gumbel_table: GumbelTable | None = None
+        self.taken: BatchSampling | None = None
         self.groups = []
         for form, numbers in members.items():
             if len(members) == 1:
@@ -214,7 +214,9 @@ class BatchSampling:
 
     def take(self, other: "BatchSampling") -> None:
         """Compute the first rows with the seeds and settings of another batch with the same captured form."""
-        count = len(other.samplings)
+        if self.taken is other:
+            return
+        self.taken, count = other, len(other.samplings)
         self.seeds[:count].copy_(other.seeds)
         self.settings[:count].copy_(other.settings)
         bias = self.groups[0].bias

@@ -179,15 +179,11 @@ def additive(allowed: Bool[Tensor, "rows block keys"], dtype: torch.dtype) -> Fl
 def even_window(slots: Slots, block: PendingTokens, window: Window) -> Bool[Tensor, "rows block keys"]:
     """The visible keys if every row holds the same number of tokens, so that offsets are plain numbers."""
     assert block.depths is not None
-    rows, size, pending = block.visible.shape
-    held = slots.lengths[0]
-    allowed = torch.ones(rows, size, held + pending, dtype=torch.bool, device=block.visible.device)
-    allowed[..., held:] = block.visible
-    depths = block.depths
-    positions = torch.arange(held, device=depths.device).expand(len(depths), -1)
-    positions = torch.cat([positions, held + depths], dim=-1)  # [rows, keys]
-    allowed &= positions.unsqueeze(1) >= first_visible(held + depths[:, -size:], window).unsqueeze(-1)
-    return allowed
+    depths, held = block.depths, slots.lengths[0]
+    positions = torch.cat([torch.arange(held, device=depths.device).expand(len(depths), -1), held + depths], dim=-1)
+    firsts = first_visible(held + depths[:, -block.visible.shape[1] :], window)
+    in_window = positions.unsqueeze(1) >= firsts.unsqueeze(-1)  # [rows, block, keys]
+    return functional.pad(block.visible, (held, 0), value=True) & in_window
 
 
 def ragged_keys(slots: Slots, block: PendingTokens, window: Window | None) -> Bool[Tensor, "rows block keys"]:

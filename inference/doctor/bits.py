@@ -16,7 +16,7 @@ from torch import Tensor
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.side_by_side import Part
 from headstart.inference.core.tree import Tree
-from headstart.inference.engine.prefill import chunk_part, prefill_prompts
+from headstart.inference.engine.prefill import chunk_part
 from headstart.inference.kernels import Difference, Trace
 from headstart.inference.targets.model import TargetModel
 
@@ -141,14 +141,6 @@ def from_kept_prefix(text: TracedText) -> Logits:
     return torch.cat([first, one, decode([text.other(1), text], cache, place=1, done=count)])
 
 
-def prompts_together(text: TracedText) -> Logits:
-    cache = text.new_cache(3)
-    texts = [text.other(1), text, text.other(2)]
-    prompts, rows = [each.tokens[: each.prompt] for each in texts], [cache.row(row) for row in range(3)]
-    first = prefill_prompts(text.target, prompts, rows)[1].logits[0]
-    return torch.cat([first, decode(texts, cache, place=1)])
-
-
 def side_by_side(text: TracedText) -> Logits:
     """Each step's pass also reads a chunk of another prompt."""
     cache, target, other = text.new_cache(2), text.target, text.other(1)
@@ -180,8 +172,6 @@ def situations(
     if passes.verifies_drafts:
         yield f"{batches[-1]} rows with drafts", partial(in_rows, rows=batches[-1], nodes=5)
     yield "kept prefix, moved row", from_kept_prefix
-    if passes.verifies_trees and not passes.by_position:
-        yield "prompts together", prompts_together
     if passes.allows_side_by_side:
         yield "next to a prompt's chunk", side_by_side
     if (compiler := text.target.fast_form.compiler) is not None:

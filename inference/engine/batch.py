@@ -14,7 +14,7 @@ from headstart.inference.core.recurrent import WINDOW
 from headstart.inference.core.request import Generation, Request, Sequence, StateTrace, Unread
 from headstart.inference.core.tree import size_bucket
 from headstart.inference.engine.budget import CacheBudget
-from headstart.inference.engine.prefixes import BLOCK, CachedRow, Prefix, PrefixIndex
+from headstart.inference.engine.prefixes import BLOCK, CachedRow, PrefixIndex
 from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.model import TargetModel
 
@@ -52,16 +52,13 @@ class Batch:
         if target.passes.layout.is_recurrent:
             self.nodes += WINDOW  # rows with a shorter window than others are padded
         self.is_lazy = takes_memory_lazily(target.device, self.is_static, max_rows)
-        shapes = [shape for shape in (target.passes.layout.shapes, drafter.cache_shape) if shape is not None]
-        devices, states = {*target.passes.layout.devices}, target.passes.layout.state_bytes
+        layout, has_slots = target.passes.layout, drafter.cache_shape is not None
+        shapes = [shape for shape in (layout.shapes, drafter.cache_shape) if shape is not None]
+        devices, states = {*layout.devices}, layout.state_bytes
         self.budget = CacheBudget(memory, shapes, target.dtype, devices, max_rows, self.is_lazy, states)
-        self.prefixes = (
-            None
-            if prefix_memory is None
-            else PrefixIndex(
-                prefix_memory, drafter.cache_shape is not None, target.passes.layout.is_recurrent, target.end_tokens
-            )
-        )
+        self.prefixes: PrefixIndex | None = None
+        if prefix_memory is not None:
+            self.prefixes = PrefixIndex(prefix_memory, has_slots, layout.is_recurrent, target.end_tokens)
         self.rows: list[Sequence] = []
         self.changes = 0  # how often `rows` changed
         self.partial: PartialPrompt | None = None
@@ -85,33 +82,35 @@ class Batch:
     def new_row(self, number: int, request: Request, generation: Generation) -> Sequence:
         """A row for a request whose prompt is prefilled next."""
         ends = tuple(self.target.end_tokens) if request.end_tokens is None else request.end_tokens
-        unread = Unread(torch.zeros(0, 0, device=self.target.device), 0)
-        row = Sequence(number, request, generation, ends, list(request.prompt), unread, time.perf_counter())
+        row = Sequence(number, request, generation, ends, list(request.prompt), Unread([], 0), time.perf_counter())
         if self.traces:
             row.trace = StateTrace()
         if request.constraint is not None:
             row.constraint = GuardedState(request.constraint, self.target.config.vocab_size)
         return row
 
-    def take_place(self, row: Sequence, place: int, prefix: Prefix | None) -> None:
-        """Copy a cached prefix of a row's prompt to the row's place."""
+    def take_place(self, row: Sequence, place: int) -> int:
+        """Copy the longest cached prefix of a row's prompt to the row's place; returns its number of tokens."""
+        prefix = None
+        if self.prefixes is not None and not row.request.prompt_logprobs:
+            prefix = self.prefixes.use(row.text, row.request.images)
         row.offset = 0 if prefix is None else prefix.blocks[-1].offset
         self.cache.target.set_offset(place, row.offset)
         if prefix is None:
-            return
+            return 0
         for first, block in zip([0, *prefix.ends], prefix.blocks, strict=False):
             self.cache.target.write(place, first, block.target)
             if self.cache.head is not None and block.head is not None:
                 self.cache.head.write(place, max(first - 1, 0), block.head)
         if self.cache.recurrent is not None:
             self.cache.recurrent.write(place, prefix.blocks[-1].states)
-        row.unread = Unread(prefix.taps, prefix.start)
+        row.unread = Unread([prefix.taps], prefix.start)
         row.kept_from = row.generation.cached_tokens = prefix.tokens
         if row.trace is not None:
             row.trace.start = prefix.tokens
-        self.catching_up = (
-            self.catching_up or len(prefix.taps) > CATCH_UP_POSITIONS
-        )  # it was written without the drafter
+        # A longer one was written without the drafter.
+        self.catching_up = self.catching_up or len(prefix.taps) > CATCH_UP_POSITIONS
+        return prefix.tokens
 
     def join(self, rows: list[Sequence]) -> None:
         """Let rows decode after their prefill, in the places after the running rows."""
@@ -128,8 +127,8 @@ class Batch:
         else:
             place = self.rows.index(row)
             self.remember_row(row, place)
-            for source, destination in self.cache.end_row(place):
-                self.rows[destination] = self.rows[source]
+            self.cache.end_row(place)
+            self.rows[place] = self.rows[-1]
             self.rows.pop()
             self.changes += 1
 
@@ -139,8 +138,7 @@ class Batch:
         The last position is left for the row's next draft.
         """
         unread = row.unread
-        unread.gather()
-        count = min(len(unread.taps) - 1, most)
+        count = min(unread.count - 1, most)
         if row.request.speculative:
             cache, text = self.cache.row(place), row.text[unread.start : unread.start + count + 2]
             cache.set_lengths([unread.start])

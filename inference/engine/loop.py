@@ -5,7 +5,6 @@ batching), and requests may be submitted and cancelled at any time between steps
 """
 
 import sys
-from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator
 
@@ -22,12 +21,10 @@ from headstart.inference.engine.step import DecodeStep
 from headstart.inference.kernels import Threads
 from headstart.inference.targets.cuda_graph import REACH_MIN
 from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.passes import TargetOutput
 
 # Tokens of prompts in a pass. In longer chunks attention within the chunk costs too much; a GPU needs them to be busy.
-PREFILL_CHUNK_CPU, PREFILL_CHUNK_GPU = 512, 2048
-# The same while rows run, which wait for the pass: on a CPU, about two plain steps.
-CHUNK_WITH_ROWS_CPU, CHUNK_WITH_ROWS_GPU = 16, 512
+# The second number holds while rows run, which wait for the pass: on a CPU, about two plain steps.
+CHUNKS_CPU, CHUNKS_GPU = (512, 16), (2048, 512)
 
 
 def generate(
@@ -78,7 +75,7 @@ def generate_each(
     for _ in loop.run():
         yield from loop.take_ended()
         if loop.waiting and ending():
-            loop.waiting = Queue()
+            loop.waiting = {}
 
 
 def loop_of(
@@ -142,9 +139,7 @@ class DecodeLoop:
         if max_batch < 1:
             raise ValueError(f"max_batch: {max_batch} given, 1 or more is allowed")
         self.target, self.max_batch = target, max_batch
-        if (
-            not target.passes.verifies_drafts
-        ):  # it can only continue its states one token at a time, so prefill is one pass
+        if not target.passes.verifies_drafts:  # it continues its states token by token, so prefill is one pass
             prefill_chunk, prompts_first, prefix_memory = target.max_positions, True, None
         self.batch = Batch(target, drafter or PLAIN, max_batch, static, memory, prefix_memory, record is not None)
         self.decode_step, self.prefill = DecodeStep(self.batch, speculation), Prefill(self.batch)
@@ -153,14 +148,13 @@ class DecodeLoop:
         prompts_first = prompts_first or not alone
         shares_steps = not prompts_first and not self.batch.is_static and target.passes.allows_side_by_side
         on_cpu = target.device.type == "cpu"
-        chunk = PREFILL_CHUNK_CPU if on_cpu else PREFILL_CHUNK_GPU
-        with_rows = CHUNK_WITH_ROWS_CPU if on_cpu else CHUNK_WITH_ROWS_GPU
+        chunk, with_rows = CHUNKS_CPU if on_cpu else CHUNKS_GPU
         chunk = chunk if prefill_chunk is None else prefill_chunk
         self.schedule = PrefillSchedule(chunk, with_rows, prompts_first, shares_steps)
         self.threads = Threads() if alone and on_cpu else None
         self.record = record
         self.generations: dict[int, Generation] = {}
-        self.waiting = Queue()
+        self.waiting: dict[int, Request] = {}  # by number: higher priority first, then first come, first served
         self.admits = True  # whether requests that wait may start
         self.ended: list[int] = []  # requests whose text has ended since `take_ended` was last called
         self.submitted = 0
@@ -196,7 +190,10 @@ class DecodeLoop:
         batch.limit = max(batch.limit, request.length + batch.nodes)
         number, self.submitted = self.submitted, self.submitted + 1
         self.generations[number] = Generation()
-        self.waiting.add(number, request)
+        last = next(reversed(self.waiting.values()), request)
+        self.waiting[number] = request
+        if request.priority > last.priority:
+            self.waiting = dict(sorted(self.waiting.items(), key=lambda each: (-each[1].priority, each[0])))
         return number
 
     @torch.inference_mode()
@@ -204,9 +201,9 @@ class DecodeLoop:
         """End a request, waiting or running; its row is free at once. Does nothing if its text has ended."""
         row = next((row for row in self.batch.members if row.number == number), None)
         if row is not None:
-            self.decode_step.forget_flight()
+            self.decode_step.in_flight = None  # it is run again, without this row
             self._end(row)
-        elif self.waiting.remove(number):
+        elif self.waiting.pop(number, None) is not None:
             self.ended.append(number)
         else:
             return
@@ -214,14 +211,14 @@ class DecodeLoop:
 
     def withdraw(self) -> list[int]:
         """Drop the waiting requests, so that another loop may take them; returns their numbers."""
-        numbers, self.waiting = self.waiting.numbers, Queue()
+        numbers, self.waiting = [*self.waiting], {}
         for number in numbers:
             del self.generations[number]
         return numbers
 
     def forget(self, number: int) -> None:
         """Drop the output of a request whose text has ended, so that a long-running loop does not fill the memory."""
-        if number in self.waiting.numbers or any(row.number == number for row in self.batch.members):
+        if number in self.waiting or any(row.number == number for row in self.batch.members):
             raise ValueError(f"request {number} has not ended, only one that has is allowed here; cancel it first")
         self.generations.pop(number, None)
         self.ended = [ended for ended in self.ended if ended != number]
@@ -249,7 +246,7 @@ class DecodeLoop:
 
     def close(self) -> None:
         """Cancel all requests that have not ended, and free the cache. The loop may be used again."""
-        for number in [*self.waiting.numbers, *(row.number for row in self.batch.members)]:
+        for number in [*self.waiting, *(row.number for row in self.batch.members)]:
             self.cancel(number)
         self.batch.close()
         if self.threads is not None:
@@ -264,39 +261,35 @@ class DecodeLoop:
         """
         if self.threads is not None:
             self.threads.follow()
-        batch = self.batch
-        blocks: list[EmittedTokens] = []
-        can_read = self._can_read()
-        running = len(batch.rows)
-        schedule = self.schedule
+        batch, schedule, blocks = self.batch, self.schedule, list[EmittedTokens]()
+        can_read, running = self._can_read(), len(batch.rows)
         reads = can_read and schedule.reads_next(running, self.max_batch - running, len(self.waiting))
         alone = reads and self._next_has_images()  # in turn with the steps
         reads = reads and not (alone and running and schedule.read_last)
         if self.decode_step.in_flight is not None:
-            goes_on = not can_read and self.decode_step.goes_on()
-            blocks = self.decode_step.run_ahead() if goes_on else []
-            if not goes_on or any(row.ended for row in batch.rows):
-                blocks += self.decode_step.catch_up()
+            blocks = self.decode_step.follow_flight(may_go_on=not can_read)
             self._end_rows()
             return blocks
         steps = running > 0 and (not reads or (schedule.shares_steps and not alone))
         if steps:
             # First, so that a prompt finds in the cache the prefix that it shares with the others.
             self.decode_step.prepare(may_draft=not reads)
-            chunks = self._next_chunks() if reads else []
-            blocks, outputs = self.decode_step.run(self.prefill.parts(chunks), may_run_ahead=not can_read)
-            blocks += self._finish_chunks(chunks, outputs) if chunks else []
-        elif reads:
-            chunks = self._next_chunks()
-            try:
-                outputs = self.prefill.run(chunks)
-            except Exception as error:
-                if chunks[0].images is None:
-                    raise
-                self.prefill.fail(chunks[0].row, error)
-                self.ended.append(chunks[0].row.number)
+        chunks = self._next_chunks() if reads else []
+        try:
+            if steps:
+                blocks, outputs = self.decode_step.run(self.prefill.parts(chunks), may_run_ahead=not can_read)
             else:
-                blocks = self._finish_chunks(chunks, outputs)
+                outputs = self.prefill.run(chunks) if chunks else []
+        except Exception as error:
+            if steps or chunks[0].images is None:
+                raise
+            chunks[0].row.fail(error)
+            batch.partial = None
+            self.ended.append(chunks[0].row.number)
+        else:
+            speculation = self.decode_step.speculation
+            feeds = speculation is None or speculation.is_on
+            blocks += self.prefill.finish(chunks, outputs, feeds) if chunks else []
         schedule.read_last = reads and not steps
         self._end_rows()
         return blocks
@@ -310,68 +303,33 @@ class DecodeLoop:
         if self.batch.partial is not None:
             return True
         has_place = self.admits and bool(self.waiting) and len(self.batch.rows) < self.max_batch
-        return has_place and self.batch.fits([self.waiting.first])
+        return has_place and self.batch.fits([self._first_waiting])
+
+    @property
+    def _first_waiting(self) -> Request:
+        return next(iter(self.waiting.values()))
 
     def _next_has_images(self) -> bool:
         """Whether the next tokens to prefill hold images."""
         partial = self.batch.partial
-        request = self.waiting.first if partial is None else partial.row.request
+        request = self._first_waiting if partial is None else partial.row.request
         return request.images is not None and (partial is None or partial.cached < request.images.end)
 
     def _next_chunks(self) -> list[PromptChunk]:
         """The waiting prompts that are prefilled next in full, or the next chunk of a long one."""
         batch, most, rows = self.batch, self.schedule.tokens(bool(self.batch.rows)), []
         if batch.partial is None:
-            places = self.max_batch - len(batch.rows)
-            taken = self.waiting.take(places, lambda requests: self.prefill.may_join(requests, most))
-            rows = [batch.new_row(number, request, self.generations[number]) for number, request in taken]
+            waiting, taken = [*self.waiting.items()][: self.max_batch - len(batch.rows)], list[Request]()
+            for number, request in waiting:  # no request overtakes one that may not join
+                taken.append(request)
+                if len(taken) > 1 and not self.prefill.may_join(taken, most):
+                    break
+                rows.append(batch.new_row(number, request, self.generations[number]))
+                del self.waiting[number]
         return self.prefill.next_chunks(rows, most)
-
-    def _finish_chunks(self, chunks: list[PromptChunk], outputs: list[TargetOutput]) -> list[EmittedTokens]:
-        speculation = self.decode_step.speculation
-        return self.prefill.finish(chunks, outputs, feeds=speculation is None or speculation.is_on)
 
     def _end(self, row: Sequence) -> None:
         self.ended.append(row.number)
         if self.record is not None:
             self.record(row)
         self.batch.end(row)
-
-
-class Queue:
-    """Requests that wait for a row: higher priority first, then first come, first served."""
-
-    def __init__(self) -> None:
-        self.waiting: list[tuple[int, Request]] = []
-
-    def __len__(self) -> int:
-        return len(self.waiting)
-
-    @property
-    def numbers(self) -> list[int]:
-        return [number for number, _ in self.waiting]
-
-    @property
-    def first(self) -> Request:
-        """The next request."""
-        return self.waiting[0][1]
-
-    def add(self, number: int, request: Request) -> None:
-        insort(self.waiting, (number, request), key=lambda entry: (-entry[1].priority, entry[0]))
-
-    def remove(self, number: int) -> bool:
-        """Take a request out; returns whether it was waiting."""
-        before = len(self.waiting)
-        self.waiting = [entry for entry in self.waiting if entry[0] != number]
-        return len(self.waiting) < before
-
-    def take(self, rows: int, join: Callable[[list[Request]], bool]) -> list[tuple[int, Request]]:
-        """The next requests: one, and up to `rows` as long as the last of them may `join` the others.
-
-        It stops at the first that may not join; no request overtakes it.
-        """
-        count = 1
-        while count < min(rows, len(self.waiting)) and join([request for _, request in self.waiting[: count + 1]]):
-            count += 1
-        taken, self.waiting = self.waiting[:count], self.waiting[count:]
-        return taken

@@ -1,7 +1,6 @@
 """Prefill: full prompts in one pass, or a long one chunk by chunk while other rows decode."""
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from jaxtyping import Float
@@ -12,16 +11,15 @@ from headstart.inference.core.constraint import masked_roots
 from headstart.inference.core.request import EmittedTokens, Images, Request, Sequence, TokenScores
 from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.side_by_side import Part
-from headstart.inference.core.tree import PendingTokens, causal_block
+from headstart.inference.core.tree import causal_block
 from headstart.inference.engine.batch import CATCH_UP_POSITIONS, Batch, PartialPrompt
-from headstart.inference.engine.prefixes import BLOCK, Prefix, known_tokens
+from headstart.inference.engine.prefixes import BLOCK
 from headstart.inference.engine.step import constraints_of, drafter_taps, start_history, token_scores
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.passes import TargetOutput
 
-ROWS_PER_FREE_SLOT = (
-    16  # in batch jobs, a batch waits for one free slot per this many running rows before it reads prompts
-)
+# In batch jobs, a batch waits for one free slot per this many running rows before it reads prompts.
+ROWS_PER_FREE_SLOT = 16
 
 
 @dataclass(frozen=True)
@@ -69,53 +67,35 @@ class Prefill:
     def may_join(self, requests: list[Request], most: int) -> bool:
         """Whether the last request fits into one pass of at most `most` tokens together with the others.
 
-        It has to wait if the others would cache more of its prefix, if memory is short, or if prefixes are cached and
-        the target cannot read parts side by side. A prompt with images is read alone.
+        It has to wait if the others would cache more of its prefix, if memory is short, or if the target cannot read
+        parts side by side. A prompt with images is read alone.
         """
-        if any(request.images is not None for request in requests):
+        if any(request.images is not None for request in requests) or not self.target.passes.allows_side_by_side:
             return False
-        batch, prefixes = self.batch, self.batch.prefixes
-        prompts, scores = [request.prompt for request in requests], [request.prompt_logprobs for request in requests]
-        known = [
-            0 if is_scored or prefixes is None else prefixes.known_tokens(prompt)
-            for prompt, is_scored in zip(prompts, scores, strict=True)
+        index = self.batch.prefixes
+        reused = [
+            0 if index is None or request.prompt_logprobs else index.known_tokens(request.prompt)
+            for request in requests
         ]
-        rests = [len(prompt) - count for prompt, count in zip(prompts, known, strict=True)]
-        if sum(rests) > most:
+        if sum(len(request.prompt) for request in requests) - sum(reused) > most:
             return False
-        *others, last = prompts
-        end = known[-1] + BLOCK
-        if (
-            prefixes is not None
-            and not scores[-1]
-            and len(last) > end
-            and any(other[:end] == last[:end] for other in others)
-        ):
-            return False
-        passes = self.target.passes
-        if (not passes.verifies_trees or any(known) or any(scores)) and not passes.allows_side_by_side:
-            return False
-        return batch.fits(requests)
+        *others, last = requests
+        end = reused[-1] + BLOCK
+        may_reuse = index is not None and not last.prompt_logprobs and len(last.prompt) > end
+        waits = may_reuse and any(other.prompt[:end] == last.prompt[:end] for other in others)
+        return not waits and self.batch.fits(requests)
 
     def next_chunks(self, rows: list[Sequence], most: int) -> list[PromptChunk]:
         """The next chunks, of at most `most` tokens: the prompts of these rows, or more of the partial prompt."""
-        batch = self.batch
+        batch, index = self.batch, self.batch.prefixes
         if rows:
-            index = batch.prefixes
-            prefixes = [
-                None if index is None or row.request.prompt_logprobs else index.use(row.text, row.request.images)
-                for row in rows
-            ]
-            count = sum(len(row.text) - known_tokens(prefix) for row, prefix in zip(rows, prefixes, strict=True))
+            chunks = self._seat(rows)
             images = rows[0].request.images
             stop = 0 if index is None or len(rows) > 1 else index.copies_at(rows[0].text, images)
-            if count <= most and not stop and (len(rows) > 1 or prefixes[0] is None) and images is None:
-                return self._seat(rows, prefixes)
-            ((row, prefix),) = zip(rows, prefixes, strict=True)
-            place = len(batch.rows)
-            batch.make_room(len(row.text) + batch.nodes)
-            batch.take_place(row, place, prefix)
-            batch.partial = PartialPrompt(row, place, known_tokens(prefix), stop)
+            if sum(chunk.count for chunk in chunks) <= most and not stop and images is None:
+                return chunks
+            (chunk,) = chunks
+            batch.partial = PartialPrompt(chunk.row, chunk.place, chunk.before, stop)
         partial = batch.partial
         assert partial is not None
         end = partial.states_at if partial.cached < partial.states_at else len(partial.row.text)
@@ -124,48 +104,36 @@ class Prefill:
             count = images.end
         return [PromptChunk(partial.row, partial.place, partial.cached, count)]
 
-    def _seat(self, rows: list[Sequence], prefixes: list[Prefix | None]) -> list[PromptChunk]:
-        """Give rows the places after the running rows; the next pass prefills their full prompts."""
-        batch = self.batch
-        held = max(batch.cache.target.lengths, default=0) if batch.is_open else 0
-        batch.make_room(max(held, *(len(row.text) for row in rows)) + batch.nodes)
-        chunks = []
-        for place, (row, prefix) in enumerate(zip(rows, prefixes, strict=True), len(batch.rows)):
-            batch.take_place(row, place, prefix)
-            before = known_tokens(prefix)
+    def _seat(self, rows: list[Sequence]) -> list[PromptChunk]:
+        """Give rows the places after the running rows; returns what is not cached of their prompts."""
+        batch, chunks = self.batch, []
+        batch.make_room(max(len(row.text) for row in rows) + batch.nodes)
+        for place, row in enumerate(rows, len(batch.rows)):
+            before = batch.take_place(row, place)
             chunks.append(PromptChunk(row, place, before, len(row.text) - before))
         return chunks
 
     def parts(self, chunks: list[PromptChunk]) -> list[Part]:
         """The chunks as parts of a pass."""
-        rows = [self.batch.cache.row(chunk.place) for chunk in chunks]
+        row = self.batch.cache.row
         return [
-            chunk_part(self.target, chunk.tokens, row, chunk.before, not chunk.is_scored)
-            for chunk, row in zip(chunks, rows, strict=True)
+            chunk_part(self.target, each.tokens, row(each.place), each.before, not each.is_scored) for each in chunks
         ]
 
     def run(self, chunks: list[PromptChunk]) -> list[TargetOutput]:
         """Prefill chunks in a pass of their own; returns the target's output for each."""
-        rows, passes = [self.batch.cache.row(chunk.place) for chunk in chunks], self.target.passes
-        if len(chunks) == 1:
-            (chunk,), (row,) = chunks, rows
-            inputs = torch.tensor([chunk.tokens], device=self.target.device)
-            wanted = None if chunk.is_scored else [chunk.count - 1]
-            if chunk.images is None:
-                return [passes.prefill(inputs, row, chunk.before, wanted)]
-            output = passes.read_images(inputs, chunk.images, row, wanted)
-            refuse_nan(output.logits[:, -1:], self.target)  # here, where it ends this text alone
-            chunk.row.offset = passes.offset
-            return [output]
-        # By position, each prompt's keys lie from the first slot on.
-        if passes.by_position or any(chunk.before or chunk.is_scored for chunk in chunks):
+        passes = self.target.passes
+        if len(chunks) > 1:
             return passes.side_by_side(self.parts(chunks))
-        return prefill_prompts(self.target, [chunk.tokens for chunk in chunks], rows)
-
-    def fail(self, row: Sequence, error: Exception) -> None:
-        """End a text whose images the target cannot read."""
-        row.fail(error)
-        self.batch.partial = None
+        (chunk,) = chunks
+        row, inputs = self.batch.cache.row(chunk.place), torch.tensor([chunk.tokens], device=self.target.device)
+        wanted = None if chunk.is_scored else [chunk.count - 1]
+        if chunk.images is None:
+            return [passes.prefill(inputs, row, chunk.before, wanted)]
+        output = passes.read_images(inputs, chunk.images, row, wanted)
+        refuse_nan(output.logits[:, -1:], self.target)  # here, where it ends this text alone
+        chunk.row.offset = passes.offset
+        return [output]
 
     def finish(self, chunks: list[PromptChunk], outputs: list[TargetOutput], feeds: bool) -> list[EmittedTokens]:
         """Record a pass over chunks; returns the first new tokens of the prompts that are complete.
@@ -175,7 +143,7 @@ class Prefill:
         batch = self.batch
         for chunk, output in zip(chunks, outputs, strict=True):
             taps = drafter_taps(output.taps, batch.tap_columns)[0]
-            chunk.row.unread.add(taps)
+            chunk.row.unread.parts.append(taps)
             if batch.prefixes is not None:
                 chunk.row.kept.append(taps)
             if chunk.row.trace is not None:
@@ -221,30 +189,6 @@ class Prefill:
                 blocks.append(EmittedTokens(row.number, added, [None] * len(added)))
         self.batch.join(rows)
         return [block for block in blocks if block.tokens]
-
-
-def prefill_prompts(target: TargetModel, prompts: list[list[int]], rows: list[KVCache]) -> list[TargetOutput]:
-    """Prefill each prompt in the cache of its own row, all in one pass; returns the logits after each prompt.
-
-    The prompts are concatenated without padding, and a mask hides them from each other.
-    """
-    device = target.device
-    lengths = [len(prompt) for prompt in prompts]
-    ends = [*accumulate(lengths)]
-    owner = torch.repeat_interleave(torch.arange(len(prompts)), torch.tensor(lengths))  # [tokens]: the prompt of each
-    positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
-    visible = (owner[:, None] == owner) & (positions <= positions[:, None])
-    tokens = torch.tensor([[token for prompt in prompts for token in prompt]], device=device)
-    together = target.passes.new_cache(tokens.shape[1])
-    together.set_lengths([0])
-    positions = positions.unsqueeze(0).to(device)
-    mask = target.passes.masks(together.target, PendingTokens(visible.unsqueeze(0).to(device), positions))
-    output = target.passes.forward(tokens, positions, mask, together, logits_at=[end - 1 for end in ends])
-    for row, end, length in zip(rows, ends, lengths, strict=True):
-        row.target.write(0, 0, together.target.kv(0, end - length, end))
-    taps, hidden = output.taps.split(lengths, dim=1), output.last_hidden.split(lengths, dim=1)
-    logits = output.logits.transpose(0, 1).unsqueeze(1)  # [prompts, 1, 1, vocab]
-    return [TargetOutput(*parts) for parts in zip(logits, taps, hidden, strict=True)]
 
 
 def chunk_part(target: TargetModel, tokens: list[int], row: KVCache, before: int, last_only: bool) -> Part:

@@ -42,8 +42,7 @@ class Cached:
 
     @property
     def num_bytes(self) -> int:
-        slots = sum(states.nbytes for states in (*self.target, *(self.head or ())))
-        return self.taps.nbytes + slots + snapshot_bytes(self.states)
+        return snapshot_bytes(self)
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,6 @@ class Prefix:
     @property
     def tokens(self) -> int:
         return self.ends[-1]
-
-
-def known_tokens(prefix: Prefix | None) -> int:
-    return 0 if prefix is None else prefix.tokens
 
 
 @dataclass(frozen=True)
@@ -162,7 +157,7 @@ class PrefixIndex:
         keys = self._usable(prompt[:-1], images)
         prefix = self._prefix(keys)
         self.queries += len(prompt)
-        self.hits += known_tokens(prefix)
+        self.hits += 0 if prefix is None else prefix.tokens
         self._touch(keys)
         return prefix
 
@@ -230,21 +225,18 @@ class PrefixIndex:
 
     def _usable(self, tokens: list[int], images: Images | None = None) -> list[Key]:
         """The keys of the longest cached prefix from which the target can continue."""
-        keys = self._continued(tokens, images)
-        return keys if images is None or sum(len(tokens) for _, tokens in keys) >= images.end else []
-
-    def _continued(self, tokens: list[int], images: Images | None) -> list[Key]:
         keys = self._known(tokens, images)
         while self.has_states:
             parent, first = self.blocks[keys[-1]][0] if keys else start_of(images), len(keys) * BLOCK
             within = ((parent, tuple(tokens[first : first + count])) for count in range(BLOCK - 1, 0, -1))
             last = next((key for key in within if key in self.blocks), None)
             if last is not None:
-                return [*keys, last]
+                keys.append(last)
+                break
             if not keys or self.blocks[keys[-1]][1].states is not None:
                 break
             keys.pop()
-        return keys
+        return keys if images is None or sum(len(tokens) for _, tokens in keys) >= images.end else []
 
     def _touch(self, keys: list[Key]) -> None:
         """Make these the most recently used; a block counts as used after its successors, so it outlives them."""

@@ -69,7 +69,9 @@ class DecodeStep:
         """Prepare a step; this work, most of it once per new row, is not counted in the step's time."""
         batch = self.batch
         self._follow_rows()
-        self._make_room()
+        batch.make_room(max(batch.cache.target.lengths) + batch.nodes)
+        if batch.static is not None:
+            self._prepare(batch.static)
         self.drafts = self.target.passes.prepare_step(batch.cache, self._prepare_drafts(may_draft))
         for place, row in enumerate(batch.rows):
             if not row.is_remembered:  # for requests that share its prefix and come before this text ends
@@ -89,52 +91,48 @@ class DecodeStep:
             if may_run_ahead and self._runs_ahead():
                 return [], []
             return self.catch_up(started), []
+        passes, cache = self.target.passes, self.batch.cache
         if self.drafts:
             assert not parts
-            output, accepted, ran = self._draft_and_verify()
+            verified = self._verified()
+            tree, sampling = self.drafter.draft(verified, cache), verified.sampling
+            if not passes.verifies_trees:
+                tree = first_path(tree)
         else:
-            output, accepted, others = self._verify_roots(parts)
-            ran = Ran(len(accepted))
-        bytes_moved = self.batch.cache.keep([each.path for each in accepted], [each.nodes for each in accepted])
+            tree, sampling = Tree.root_only(self._roots()), self._with_gumbel(1)
+        if parts:
+            output, *others = passes.side_by_side([Part.of_tree(cache.target, tree), *parts])
+        else:
+            output = passes.tree(tree, cache)
+        accepted = self._verify(tree, output.logits, sampling)
+        ran = self._ran(tree)
+        cache.keep([each.path for each in accepted], [each.nodes for each in accepted])
         paths = padded_rows([each.path for each in accepted]).to(self.target.device, non_blocking=True)
-        blocks = self._record(accepted, take(output.taps, paths), output.logits, paths, bytes_moved)
-        if not parts:
-            self._observe_costs(ran, started)
+        blocks = self._record(accepted, take(output.taps, paths), output.logits, paths)
+        self._observe(accepted, ran, None if parts else started)
         return blocks, others
 
-    def goes_on(self) -> bool:
-        """Whether another step follows the one in flight for the same rows: alike, in the same slots, and none may end.
-
-        Call it once before each step.
-        """
-        assert self.in_flight is not None
-        batch, most = self.batch, self.in_flight.output.longest
-        has_room = batch.cache.target.capacity >= batch.limit
-        return has_room and all(row.left > most for row in batch.rows) and self._may_draft() == self.drafts
-
-    def run_ahead(self) -> list[EmittedTokens]:
-        """Launch the next step, then read the one in flight; returns the new tokens of that one."""
-        started, last = time.perf_counter(), self.in_flight
+    def follow_flight(self, may_go_on: bool) -> list[EmittedTokens]:
+        """Read the step in flight; returns its new tokens. If it `may_go_on`, the next step is launched before, for the
+        same rows in the same slots, unless one of them may end."""
+        started, last, batch, blocks = time.perf_counter(), self.in_flight, self.batch, list[EmittedTokens]()
         assert last is not None
-        self._launch(last)
-        blocks, lengths = self._read(last)
-        self.batch.cache.target.lengths = lengths  # they are on the device
-        self._observe_costs(last.ran, started)
-        return blocks
+        has_room = batch.cache.target.capacity >= batch.limit
+        none_ends = all(row.left > last.output.longest for row in batch.rows)
+        if may_go_on and has_room and none_ends and self._may_draft() == self.drafts:
+            self._launch(last)
+            blocks, batch.cache.target.lengths = self._read(last, started)  # which are on the device
+            if not any(row.ended for row in batch.rows):
+                return blocks
+        return blocks + self.catch_up()
 
     def catch_up(self, started: float | None = None) -> list[EmittedTokens]:
         """Read the step in flight; rows that had ended before it take no tokens of it."""
-        last, self.in_flight, slots = self.in_flight, None, self.batch.cache.target
+        last, self.in_flight = self.in_flight, None
         assert last is not None
-        blocks, lengths = self._read(last)
-        slots.set_lengths(lengths)
-        if started is not None:
-            self._observe_costs(last.ran, started)
+        blocks, lengths = self._read(last, started)
+        self.batch.cache.target.set_lengths(lengths)
         return blocks
-
-    def forget_flight(self) -> None:
-        """Let the step in flight be run again."""
-        self.in_flight = None
 
     def _launch(self, last: InFlight | None = None) -> None:
         """Launch a captured step: after one that the host has not read, or else from what the host knows."""
@@ -157,16 +155,14 @@ class DecodeStep:
             return False
         return not self.with_logits and all(row.request.speculative or not self.drafts for row in rows)
 
-    def _read(self, step: InFlight) -> tuple[list[EmittedTokens], list[int]]:
+    def _read(self, step: InFlight, started: float | None) -> tuple[list[EmittedTokens], list[int]]:
         """Record a captured step; returns how many tokens the target's slots now hold of each row."""
         accepted, output = step.read(), step.output
         rows = zip(self.batch.rows, accepted, strict=True)
         lengths = [len(row.text) - 1 + (0 if row.ended else len(each.path)) for row, each in rows]
-        if self.speculation is not None and step.ran is not None:
-            self.speculation.observe(accepted, step.ran)
-        assert self.batch.static is not None
-        moved, paths = self.batch.static.bytes_moved(output), output.followed.paths
-        return self._record(accepted, output.taps, output.logits, paths, moved), lengths
+        blocks = self._record(accepted, output.taps, output.logits, output.followed.paths)
+        self._observe(accepted, step.ran, started)
+        return blocks, lengths
 
     def _ran(self, tree: Tree) -> Ran | None:
         """What a step did; None if it was to draft, and had no draft tokens."""
@@ -177,15 +173,12 @@ class DecodeStep:
         nodes = tree.shape[1] if recurrent is None else max(recurrent.counts)
         return Ran(len(self.batch.rows), nodes, levels) if tree.shape[1] > 1 else None
 
-    def _observe_costs(self, ran: Ran | None, started: float) -> None:
-        if self.costs is not None and ran is not None:
+    def _observe(self, accepted: list[Accepted], ran: Ran | None, started: float | None) -> None:
+        """Learn from a step, and from its time unless it shared that with prompts or with another step."""
+        if self.speculation is not None and ran is not None:
+            self.speculation.observe(accepted, ran)
+        if self.costs is not None and ran is not None and started is not None:
             self.costs.observe(ran, time.perf_counter() - started)
-
-    def _make_room(self) -> None:
-        batch = self.batch
-        batch.make_room(max(batch.cache.target.lengths) + batch.nodes)
-        if batch.static is not None:
-            self._prepare(batch.static)
 
     def _prepare(self, static: StaticStep, unread: int = 0) -> None:
         """Let the next captured step attend to all tokens, up to `unread` of a step in flight included."""
@@ -219,8 +212,8 @@ class DecodeStep:
             return False
         left = CATCH_UP_POSITIONS if batch.catching_up else sys.maxsize
         for place, row in enumerate(batch.rows):
-            if batch.static is None and row.unread.at_most(READ_WITH_DRAFT_MAX):
-                row.unread.read_with_draft()
+            if batch.static is None and row.unread.newest and row.unread.count <= READ_WITH_DRAFT_MAX:
+                row.unread.newest = row.unread.count
             elif row.unread.is_behind and left > 0:
                 left -= batch.feed(row, place, left)
         batch.catching_up = batch.catching_up and any(row.unread.is_behind for row in batch.rows)
@@ -231,26 +224,6 @@ class DecodeStep:
         if not self.drafter.depth or not any(row.request.speculative for row in self.batch.rows):
             return False
         return self.speculation is None or self.speculation.pays(len(self.batch.rows))
-
-    def _draft_and_verify(self) -> tuple[TargetOutput, list[Accepted], Ran | None]:
-        verified, batch = self._verified(), self.batch
-        tree = self.drafter.draft(verified, batch.cache)
-        if not self.target.passes.verifies_trees:
-            tree = first_path(tree)
-        output = self.target.passes.tree(tree, batch.cache)
-        accepted, ran = self._verify(tree, output.logits, verified.sampling), self._ran(tree)
-        if self.speculation is not None and ran is not None:
-            self.speculation.observe(accepted, ran)
-        return output, accepted, ran
-
-    def _verify_roots(self, parts: list[Part]) -> tuple[TargetOutput, list[Accepted], list[TargetOutput]]:
-        """A step without draft tokens and without the drafter."""
-        tree, batch = Tree.root_only(self._roots()), self.batch
-        if parts:
-            output, *others = self.target.passes.side_by_side([Part.of_tree(batch.cache.target, tree), *parts])
-        else:
-            output, others = self.target.passes.tree(tree, batch.cache), []
-        return output, self._verify(tree, output.logits, self._with_gumbel(1)), others
 
     def _verify(self, tree: Tree, logits: Float[Tensor, "rows nodes vocab"], sampling: BatchSampling) -> list[Accepted]:
         """Let the target choose at each node among the tokens that the row's constraint allows."""
@@ -266,20 +239,14 @@ class DecodeStep:
     def _verified(self) -> VerifiedOnHost:
         """The tokens and hidden states that the last step verified in each row, as a batch."""
         rows, device = self.batch.rows, self.target.device
-        # A row that the drafter lags behind only fills the batch's shape and gets no drafts.
-        new_taps = [row.unread.taps[:1] if row.unread.is_behind else row.unread.taps for row in rows]
-        verified = [
-            VerifiedRow(
-                row.text,
-                row.unread.start,
-                len(taps),
-                0 if row.unread.is_behind else row.usable_drafts,
-                row.key,
-                row.accepted,
-                row.constraint,
-            )
-            for row, taps in zip(rows, new_taps, strict=True)
-        ]
+        verified, new_taps = list[VerifiedRow](), list[Tensor]()
+        for row in rows:
+            # A row that the drafter lags behind only fills the batch's shape and gets no drafts.
+            unread, lags = row.unread, row.unread.is_behind
+            taps, drafts = (unread.parts[0][:1], 0) if lags else (unread.taps, row.usable_drafts)
+            given = row.text, unread.start, len(taps), drafts, row.key, row.accepted, row.constraint
+            verified.append(VerifiedRow(*given))
+            new_taps.append(taps)
         # The token after the last newly verified position is the root.
         next_tokens = padded_rows([row.text[row.start + 1 : row.end + 1] for row in verified])
         next_tokens = next_tokens.to(device, non_blocking=True)
@@ -299,7 +266,6 @@ class DecodeStep:
         taps: Float[Tensor, "batch longest tapped"],
         logits: Float[Tensor, "batch nodes vocab"],
         paths: Int[Tensor, "batch longest"],
-        bytes_moved: int,
     ) -> list[EmittedTokens]:
         """Add the accepted tokens to each row; `taps` are all that the target gives, along the paths."""
         device, batch = self.target.device, self.batch
@@ -330,7 +296,6 @@ class DecodeStep:
                 blocks.append(row.record_step(each, row_taps, scores, is_read, rests))
             except Exception as error:  # it ends this row alone
                 row.fail(error)
-            row.generation.stats.bytes_moved += bytes_moved // len(batch.rows)
         return [block for block in blocks if block.tokens]
 
     def _with_gumbel(self, count: int) -> BatchSampling:

@@ -4,7 +4,7 @@ import inspect
 import json
 import re
 import reprlib
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from datetime import date
 from functools import cached_property
 from itertools import takewhile
@@ -103,12 +103,9 @@ class ChatTemplate:
         return self.tokens(turn) if self.is_turn(text) else self.encode_text(text)
 
     def is_turn(self, text: str) -> bool:
-        """Whether plain text is a user's turn: there is a template, and the text is not rendered yet."""
-        return self.exists and not self.is_rendered(text)
-
-    def is_rendered(self, text: str) -> bool:
-        """Whether a text begins with a special token, as chat templates write it."""
-        return self.special.match(text) is not None
+        """Whether plain text is a user's turn: there is a template, and no special token begins the text, as one begins
+        rendered texts."""
+        return self.exists and self.special.match(text) is None
 
     def render(
         self,
@@ -149,12 +146,16 @@ class ChatTemplate:
         """The special tokens that the template writes directly after an assistant's words."""
         words = "The sky is blue."
         turns = [{"role": "user", "content": "Which colour has the sky?"}, {"role": "assistant", "content": words}]
-        try:
-            after = self.render(turns, ask=False).partition(words)[2].lstrip() if self.exists else ""
-        except Exception:  # a template may raise anything; this one cannot write such a turn
-            return []
+        after = (self._tried(self.render, turns, ask=False) or "").partition(words)[2].lstrip()
         special = {self.tokenizer.convert_tokens_to_ids(mark) for mark in self.marks}
         return list(takewhile(special.__contains__, self.encode(after)))
+
+    def _tried(self, write: Callable[..., Any], *arguments: Any, **options: Any) -> str | None:
+        """What a way to render writes; None if there is no template, or if it raises, which may be any error."""
+        try:
+            return str(write(*arguments, **options)) if self.exists else None
+        except Exception:
+            return None
 
     def _apply(
         self, turns: list[Json], tools: list[Json] | None, variables: Mapping[str, Any] | None, **options: Any
@@ -162,7 +163,7 @@ class ChatTemplate:
         values, functions = {**self.settings, **(variables or {})}, cast(Any, tools)
         source = self.source(tools)
         if values.get(DATE) is not None:
-            source = with_date(source, day_of(values[DATE]))
+            source = with_date(source, values[DATE])
         if all(turn["content"] is not None for turn in turns):
             return self.tokenizer.apply_chat_template(turns, tools=functions, chat_template=source, **options, **values)
         options.pop("tokenize")
@@ -188,14 +189,10 @@ class ChatTemplate:
     @cached_property
     def reads_parts_alone(self) -> bool:
         """Whether the template writes words only from a list of parts, as those of some targets that read images."""
-
-        def writes(content: Any) -> bool:
-            try:
-                return "probe" in str(self._apply([{"role": "user", "content": content}], None, None, tokenize=False))
-            except Exception:  # a template may raise anything for content of the other form
-                return False
-
-        return self.exists and not writes("probe") and writes([{"type": "text", "text": "probe"}])
+        contents: list[Any] = ["probe", [{"type": "text", "text": "probe"}]]
+        turns = ([{"role": "user", "content": content}] for content in contents)
+        texts = [self._tried(self._apply, each, None, None, tokenize=False) for each in turns]
+        return ["probe" in (text or "") for text in texts] == [False, True]
 
     def source(self, tools: list[Json] | None) -> str:
         """The template for a conversation; a tokenizer may have another one for those with tools."""
@@ -212,38 +209,32 @@ class ChatTemplate:
     def writes_tools(self) -> bool:
         """Whether the template shows the tools of a conversation to the target."""
         tools = [{"type": "function", "function": {"name": "probe_name", "description": "", "parameters": PROBE}}]
-        try:
-            return "probe_name" in self.render([{"role": "user", "content": "probe"}], tools)
-        except Exception:  # a template may raise anything for a tool that it does not understand
-            return True
+        text = self._tried(self.render, [{"role": "user", "content": "probe"}], tools)
+        return text is None or "probe_name" in text
 
     def call_form(self, tools: list[Json] | None = None) -> tuple[str | None, type]:
         """The first form in which the template writes a call's arguments as an object; the first if it writes none."""
         call = {"type": "function", "id": "probe0000", "function": {"name": "probe_name", "arguments": PROBE}}
         for form in CALL_FORMS:
             turn = self._with_calls({"role": "assistant", "content": "", "tool_calls": [call]}, *form)
-            try:
-                text = str(self._apply([{"role": "user", "content": "probe"}, turn], tools, None, tokenize=False))
-            except Exception:  # a template may raise anything for a form that it does not read
-                continue
+            turns = [{"role": "user", "content": "probe"}, turn]
+            text = self._tried(self._apply, turns, tools, None, tokenize=False) or ""
             is_python_or_escaped = "'probe_key'" in text or '\\"probe_key' in text
             if all(part in text for part in ("probe_name", "probe_key", "probe value")) and not is_python_or_escaped:
                 return form
         return CALL_FORMS[0]
 
 
-def with_date(source: str, day: date) -> str:
-    """A template whose current day is this one."""
+def with_date(source: str, text: Any) -> str:
+    """A template whose current day is this one; raises ValueError for a text that names no day."""
+    try:
+        day = date.fromisoformat(str(text))
+    except ValueError:
+        raise wrong_value(
+            f"chat_template_kwargs.{DATE}", repr(text), "a day such as 2026-11-26 is", "correct it"
+        ) from None
     directives = [f"%{flag}{letter}" for flag in ("", "-") for letter in ascii_letters]
     return STRFTIME % json.dumps({directive: day.strftime(directive) for directive in directives}) + source
-
-
-def day_of(text: Any) -> date:
-    try:
-        return date.fromisoformat(str(text))
-    except ValueError:
-        allowed = "a day such as 2026-11-26 is allowed; correct it"
-        raise ValueError(f"chat_template_kwargs.{DATE}: {text!r} given, {allowed}") from None
 
 
 def read_json(text: str) -> Any:

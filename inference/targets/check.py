@@ -19,7 +19,7 @@ from headstart.inference.core.tree import Tree
 from headstart.inference.kernels import Trace, kernels_on_gpu, own_layers_of
 from headstart.inference.targets.architecture import cache_layout
 from headstart.inference.targets.attention import FUSED, keep_own_attention, own_attention_of
-from headstart.inference.targets.passes import DecodingMethod, Passes
+from headstart.inference.targets.passes import DecodingMethod, Passes, relative_difference
 
 TRIAL_TOKENS, FIRST_PART, BOTH_PARTS = 12, 5, 8  # of the trial, of the prompt's first part, and of both parts
 EXACT_TOKENS = 64  # of a text whose bits are compared
@@ -129,12 +129,11 @@ def difference(passes: Passes, rounding: float | None = None) -> str | None:
         with own_attention_of(passes.model), own_layers_of(passes.model):
             all_logits = passes.forward(tokens).logits[0].float()
         for name, logits, index in TRIALS[passes.method](passes, tokens):
-            computed, wanted = logits.float(), all_logits[index.start : index.stop]
-            if computed.shape != wanted.shape:
-                return f"{name} gives logits of shape {tuple(computed.shape)} where {tuple(wanted.shape)} are due"
-            relative = float((computed - wanted).norm() / wanted.norm().clamp(min=1e-6))
-            if not relative <= allowed:
-                largest = float((computed - wanted).abs().max())
+            wanted = all_logits[index.start : index.stop]
+            if logits.shape != wanted.shape:
+                return f"{name} gives logits of shape {tuple(logits.shape)} where {tuple(wanted.shape)} are due"
+            if not (relative := relative_difference(logits, wanted)) <= allowed:
+                largest = float((logits.float() - wanted).abs().max())
                 return (
                     f"{name} differs from its own forward by up to {largest:.2g} in the logits ({relative:.1%} of them)"
                 )
@@ -177,13 +176,12 @@ def difference_with_images(passes: Passes, prompt: list[int], images: Images) ->
     try:
         with own_attention_of(passes.model):
             whole = images.over_text(tokens[0].tolist())
-            wanted = passes.forward(tokens, images=whole).logits[0].float()
+            wanted = passes.forward(tokens, images=whole).logits[0]
         cache = passes.new_cache(tokens.shape[1] + TRIAL_TOKENS, batch=2)
         row, rest = cache.row(1), whole.inputs.get("input_ids", tokens)[:, images.end :].to(device)
         computed = [passes.read_images(tokens[:, : images.end], images, row, None).logits[0]]
         computed.append(passes.prefill(rest, row, images.end, None).logits[0])
-        logits = torch.cat(computed).float()
-        relative = float((logits - wanted).norm() / wanted.norm().clamp(min=1e-6))
+        relative = relative_difference(torch.cat(computed), wanted)
         if not relative <= ROUNDING.get(passes.dtype, ROUNDING_IN_HALF):
             return f"whose passes after images differ from its own forward by {relative:.1%} of the logits"
     except Exception as error:  # a model may raise anything

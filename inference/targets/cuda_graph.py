@@ -78,21 +78,6 @@ class StepOutput:
         return replace(self, taps=self.taps.clone(), followed=followed)
 
 
-@dataclass
-class Capture:
-    """A captured function, and the sampling that its graph reads."""
-
-    sampling: BatchSampling
-    graphed: "Graphed"
-    taken: BatchSampling | None = None  # whose settings `sampling` holds
-
-    def __call__(self, sampling: BatchSampling, *inputs: Tensor) -> tuple[Tensor, ...]:
-        if self.taken is not sampling:
-            self.sampling.take(sampling)
-            self.taken = sampling
-        return self.graphed(*inputs)
-
-
 class StaticStep:
     """Drafts, runs the target and chooses tokens. Batches are padded to powers of two, so that graphs are few."""
 
@@ -100,7 +85,7 @@ class StaticStep:
         assert cache.target.static
         self.target, self.drafter, self.cache = target, drafter, cache
         self.batch = cache.target.batch
-        self.captured: dict[tuple[Any, ...], Capture] = {}
+        self.captured: dict[tuple[Any, ...], tuple[BatchSampling, Graphed]] = {}  # with the sampling that it reads
         self.held: Sequence[int] = ()  # as in `prepare`, and the next
         self.with_logits = False
 
@@ -242,12 +227,6 @@ class StaticStep:
             outputs = self.replay(choose, name, sampling, tokens, parents)
         return StepOutput.from_tensors(outputs, rows)
 
-    def bytes_moved(self, output: StepOutput) -> int:
-        """Bytes that a step has copied within the cache, to put accepted nodes side by side."""
-        rows, nodes = output.tree.shape
-        kept = slice(1, output.longest if nodes > 1 else 1)
-        return sum(storage[:, :, :rows, :, kept].nbytes for storage in self.cache.target.storages)
-
     def more_rows(self, rows: int) -> int:
         """Padding rows up to a power of two, limited by the cache's rows."""
         return min(size_bucket(rows), self.batch) - rows
@@ -276,15 +255,15 @@ class StaticStep:
     ) -> tuple[Tensor, ...]:
         """`function(sampling, *inputs)`, captured once for each name, each set of shapes and each form of sampling."""
         key = name, tuple(tensor.shape for tensor in inputs), sampling.captured_form, self.cache.target.reach
-        capture = self.captured.pop(key, None)
-        if capture is None:
+        if key not in self.captured:
             while len(self.captured) >= GRAPHS_MAX:
                 del self.captured[next(iter(self.captured))]
-            captured = BatchSampling([Sampling()] * len(inputs[0]), self.target.device, sampling.captured_form)
-            capture = Capture(captured, Graphed(partial(function, captured), self.memory))
-        self.captured[key] = capture  # the last one used is last
+            own = BatchSampling([Sampling()] * len(inputs[0]), self.target.device, sampling.captured_form)
+            self.captured[key] = own, Graphed(partial(function, own), self.memory)
+        own, graphed = self.captured[key] = self.captured.pop(key)  # the last one used is last
+        own.take(sampling)
         try:
-            return capture(sampling, *inputs)
+            return graphed(*inputs)
         except torch.OutOfMemoryError as error:
             step = f"steps of {len(inputs[0])} rows of {self.drafter.max_nodes} nodes and {key[-1]} slots"
             remedy = f"lower it or decode.nodes, or take shorter texts ({error})"
@@ -305,17 +284,9 @@ class StaticStep:
         tokens, parents, _ = self.draft_alone(self.captured_drafter, sampling, *inputs)
         return self.choose(with_logits, sampling, tokens, parents)
 
-    def draft_alone(
-        self,
-        drafter: CapturedDrafter,
-        sampling: BatchSampling,
-        taps: Tensor,
-        next_tokens: Tensor,
-        roots: Tensor,
-        counts: Tensor,
-        left: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def draft_alone(self, drafter: CapturedDrafter, sampling: BatchSampling, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Draft a tree; returns the tokens, parents and chances of its nodes."""
+        taps, next_tokens, roots, counts, left = inputs
         self.cache.reset()
         if sampling.gumbel_table is None:
             sampling = self.with_gumbel(sampling, drafter.depth + 1)

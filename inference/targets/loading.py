@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from headstart.common.errors import errors_as_messages
+from headstart.common.errors import errors_as_messages, wrong_value
 from headstart.common.files import whole_folder, write_text
 from headstart.heads.files import read_json_object
 from headstart.heads.target_config import SAFE_FILES, SOURCE, card_source, content_digest, folder_of
@@ -45,9 +45,7 @@ def pick_device(name: str, field: str = "target.device") -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(
-            f"{field}: {name!r} given, auto, cpu, cuda or cuda:N is allowed; choose one of them"
-        ) from error
+        raise wrong_value(field, repr(name), "auto, cpu, cuda or cuda:N is", "choose one of them") from error
     if device.type == "cpu":
         return device
     count = num_devices(device.type)

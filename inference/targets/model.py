@@ -22,11 +22,7 @@ from headstart.heads.target_ends import TargetEnds
 from headstart.inference.core.request import ALL_OF_IT, Images, cut_at_end
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.kernels import FastForm, fast_form, kernels_on_gpu, own_layers_of
-from headstart.inference.targets.architecture import (
-    attention_code,
-    decoder_layers,
-    position_limit,
-)
+from headstart.inference.targets.architecture import attention_code, decoder_layers, position_limit
 from headstart.inference.targets.attention import own_attention_of, use_grouped_attention
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.check import (

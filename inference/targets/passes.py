@@ -1,9 +1,8 @@
 """The passes of a target: over texts, trees, chains after recurrent states, and parts side by side."""
 
-from dataclasses import dataclass
 from functools import cached_property, partial
 from inspect import signature
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -33,8 +32,7 @@ BFLOAT16_ROUNDING = 0.03  # relative difference of logits
 Masks = Tensor | dict[str, Any]  # additive, [rows, 1, seq, keys]; one for all layers, or one per layer type
 
 
-@dataclass(frozen=True)
-class TargetOutput:
+class TargetOutput(NamedTuple):
     logits: Float[Tensor, "batch wanted vocab"]
     taps: Float[Tensor, "batch seq tapped"]  # the tapped hidden states, concatenated in ascending order
     last_hidden: Float[Tensor, "batch seq hidden"]  # before the final norm
@@ -46,12 +44,7 @@ class TargetOutput:
     @classmethod
     def of_rows(cls, rows: "list[TargetOutput]") -> "TargetOutput":
         """The outputs of several rows as one, right-padded."""
-        fields = zip(*map(fields_of, rows), strict=True)
-        return cls(*(pad_sequence([part[0] for part in parts], batch_first=True) for parts in fields))
-
-
-def fields_of(output: TargetOutput) -> tuple[Tensor, Tensor, Tensor]:
-    return output.logits, output.taps, output.last_hidden
+        return cls(*(pad_sequence([part[0] for part in parts], batch_first=True) for parts in zip(*rows, strict=True)))
 
 
 class Passes:
@@ -276,7 +269,7 @@ class Passes:
             return self.forward(tokens, *self._after(row.target, tokens), row, logits_at=logits_at, images=images)
         if before and not self.verifies_drafts and tokens.shape[1] > 1:
             single = [self.prefill(token, row, before + index, None) for index, token in enumerate(tokens.split(1, 1))]
-            logits, *others = (torch.cat(parts, dim=1) for parts in zip(*map(fields_of, single), strict=True))
+            logits, *others = (torch.cat(parts, dim=1) for parts in zip(*single, strict=True))
             return TargetOutput(logits if logits_at is None else logits[:, logits_at], *others)
         if not before:
             states.write(0, None)
@@ -360,7 +353,7 @@ class Passes:
         output = self.forward(
             torch.cat([part.tokens.flatten() for part in parts]).unsqueeze(0),
             torch.cat([part.positions.flatten() for part in parts]).unsqueeze(0),
-            one_or_all(packed),
+            self._one_or_all(packed),
             cache,
             logits_at=logits_at,
         )
@@ -385,13 +378,15 @@ class Passes:
             self.hidden.clear()
             return False
         alone = [self.forward(part.tokens).logits for part in parts]
-        pairs = [(output.logits.float(), wanted.float()) for output, wanted in zip(together, alone, strict=True)]
-        return all(bool((logits - wanted).norm() < BFLOAT16_ROUNDING * wanted.norm()) for logits, wanted in pairs)
+        pairs = zip(together, alone, strict=True)
+        return all(relative_difference(output.logits, wanted) < BFLOAT16_ROUNDING for output, wanted in pairs)
 
     def masks(self, slots: Slots, block: PendingTokens) -> Masks:
         """The attention mask as the model expects it: one for all layers, or one per layer type."""
-        masks: dict[str, Any] = {**self._masks_by_kind(slots, block)}
-        return one_or_all(masks) if len(masks) == 1 else {**masks, **dict.fromkeys(self.unmasked)}
+        return self._one_or_all(self._masks_by_kind(slots, block))
+
+    def _one_or_all(self, masks: dict[str, Tensor]) -> Masks:
+        return {**masks, **dict.fromkeys(self.unmasked)} if len(masks) > 1 else next(iter(masks.values()))
 
     def _masks_by_kind(self, slots: Slots, block: PendingTokens) -> dict[str, Tensor]:
         make = partial(block_mask, slots, block, self.dtype, carries_keys=self.by_block)
@@ -408,8 +403,9 @@ def one_stream(hidden: Tensor, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor
     return hidden.mean(2 if hidden.shape[:2] == tokens.shape else 0)
 
 
-def one_or_all(masks: dict[str, Tensor]) -> Masks:
-    return masks if len(masks) > 1 else next(iter(masks.values()))
+def relative_difference(logits: Tensor, wanted: Tensor) -> float:
+    """The size of the difference of logits, relative to the wanted ones."""
+    return float((logits.float() - wanted.float()).norm() / wanted.float().norm().clamp(min=1e-6))
 
 
 # Hooks hold the tensors alone. A hook that held its target would keep it in memory after its last user is gone.

@@ -11,14 +11,14 @@ from headstart.inference.engine.prefixes import BLOCK, PrefixIndex
 def assert_sound(loop: DecodeLoop) -> None:
     """Each request is in one place, and text, slots, hidden states and prefixes agree on what was read of it."""
     batch, rows, partial = loop.batch, loop.batch.rows, loop.batch.partial
-    numbers = [*loop.waiting.numbers, *(row.number for row in batch.members), *loop.ended]
+    numbers = [*loop.waiting, *(row.number for row in batch.members), *loop.ended]
     assert len(numbers) == len({*numbers})
     assert {*numbers} <= {*loop.generations}
     assert len(batch.members) <= batch.max_rows
     if batch.prefixes is not None:
         assert_sound_prefixes(batch.prefixes)
         # What may be read in one pass is decided by the one, and read after the other.
-        for _, request in loop.waiting.waiting:
+        for request in loop.waiting.values():
             found = batch.prefixes._prefix(batch.prefixes._usable(request.prompt[:-1]))
             assert batch.prefixes.known_tokens(request.prompt) == (0 if found is None else found.tokens)
     if not batch.is_open:
@@ -47,8 +47,7 @@ def assert_unread(loop: DecodeLoop, row: Sequence, held: int) -> None:
     """The hidden states that a row keeps are those of all positions from where it says up to the last one held."""
     unread = row.unread
     assert 0 <= unread.start < max(held, 1)  # the drafter reads the last position with its next draft
-    assert unread.start + len(unread.taps) + sum(map(len, unread.later)) == held
-    assert len(unread.taps) or not unread.later
+    assert unread.start + unread.count == held
     if loop.batch.prefixes is not None:
         assert row.kept_from + sum(map(len, row.kept)) == held
         assert row.kept_from % BLOCK == 0 or row.kept_from == row.generation.cached_tokens

@@ -87,19 +87,6 @@ def test_every_node_has_the_logits_of_its_own_path(target: TargetModel, sizes: t
                 torch.testing.assert_close(in_tree, in_text, atol=1e-3, rtol=1e-3)
 
 
-def test_the_bytes_that_keep_moves_depend_on_the_path_and_not_on_the_context(target: TargetModel) -> None:
-    """2 layers x keys and values x 2 heads x 8 entries x 4 bytes = 256 bytes per row for each node that moves."""
-    for context in (10, 200):
-        cache = target.passes.new_cache(256)
-        cache.target.set_lengths([context])
-        assert cache.target.keep([[0, 1, 4, 6]]) == 2 * 256  # 0 and 1 are already in place
-        assert cache.target.keep([[0, 1, 2]]) == 0
-        assert cache.target.keep([[0, 2, 3, 4, 5]]) == 4 * 256
-    cache = target.passes.new_cache(256, batch=2)
-    cache.target.set_lengths([10, 200])
-    assert cache.target.keep([[0, 3], [0, 1, 2, 5]]) <= 2 * 3 * 256
-
-
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_a_block_is_written_after_each_rows_own_length_and_pending_tokens(static: bool) -> None:
     """row 0  v v v 1 1 2 .     row 1  v 1 1 2 . . .     and a third row, not in use"""

@@ -18,7 +18,6 @@ from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.layers import rotary_table
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.calibrate import score_text
-from headstart.inference.core.cache import Move
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
@@ -128,7 +127,7 @@ def test_prefill_reads_all_of_a_prompt_but_its_last_position(target: TargetModel
             drafter.prefill(taps[:, 7:], torch.tensor([TEXT[7:]]), view)
         cache.head.set_lengths([11, 11])
         if row == 1:
-            cache.head.end_row([Move(1, 0)])
+            cache.head.end_row(0)
         else:
             cache.head.set_lengths([11])
         assert paths(draft(drafter, verified(target, sampling, (10, 11)), cache)) == wanted

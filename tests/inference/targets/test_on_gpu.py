@@ -87,7 +87,7 @@ def test_captured_steps_changing_shapes_and_the_cpu_write_the_same_texts(
     assert texts(on_gpu, False) == wanted
     on_gpu.singleton(SpareSteps).clear()
     assert texts(on_gpu, True) == wanted
-    graphs = [capture.graphed.graph for step in on_gpu.singleton(SpareSteps) for capture in step.captured.values()]
+    graphs = [graphed.graph for step in on_gpu.singleton(SpareSteps) for _, graphed in step.captured.values()]
     assert graphs
     assert all(graph is not None for graph in graphs)
 

@@ -185,8 +185,8 @@ LAST_OF_SEVEN = ("eagle1", "medusa")  # heads that read the last layer's output
 PROMPTS = ([5, 6, 7, 11], [3], [9, 9, 1] * 6, [40, 41])
 # What may wait for a device: the outcome of a step, a new row, what a request asks for, trials of each target, and
 # transformers at a prompt without a mask. `elsewhere` are the suite's own checks.
-MAY_WAIT = {"accept", "refuse_nan", "Prefill._start", "token_scores", "Passes.allows_side_by_side", "elsewhere"}
-MAY_WAIT |= {"find_packed_sequence_indices", "difference"}
+MAY_WAIT = {"accept", "refuse_nan", "Prefill._start", "token_scores", "relative_difference", "elsewhere"}
+MAY_WAIT |= {"find_packed_sequence_indices"}
 ON_THE_HOST = {  # drafters that look for repetitions there, and for the noise of the tokens that they find
     "head and repeats": {"GumbelRow.at", "Tree.to"},
     "prompt lookup": {"GumbelRow.at"},
