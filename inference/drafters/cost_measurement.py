@@ -78,16 +78,17 @@ def cost_table(target: TargetModel, source: Source, width: int, nodes: int, batc
     if digest not in tables:
         found: list[MeasuredCosts] = []
 
-        def read_or_measure() -> None:
-            measured, may_keep = read_costs(digest, key), False
-            if measured is None:
-                measured, may_keep = measure_costs(target, source, width, nodes, batch)
-            if may_keep:
-                write_costs(digest, CostFile(key, measured))
+        def read_or_measure(measure: Callable[[], tuple[MeasuredCosts, bool]]) -> None:
+            if (measured := read_costs(digest, key)) is None:
+                measured, may_keep = measure()
+                if may_keep:
+                    write_costs(digest, CostFile(key, measured))
             found.append(measured)
 
-        target.ranks.carry_out(read_or_measure, lambda run: run())  # some ranks may have a file that others lack
-        measured = target.ranks.agreed(found[0])
+        # Some ranks may have a file that others lack.
+        target.ranks.carry_out(partial(measure_costs, target, source, width, nodes, batch), read_or_measure)
+        measured = target.ranks.agreed(found[0] if found else None)
+        assert measured is not None
         most = nodes + MOST_REPEATS
         tables[digest] = CostTable(measured, width, most, target.may_capture, not target.ranks.in_step)
     return tables[digest]
@@ -155,8 +156,7 @@ def measure_costs(
 ) -> tuple[MeasuredCosts, bool]:
     """The costs of steps whose levels expand `width` nodes, with up to `nodes` draft tokens, and of up to `batch` rows.
 
-    Also returns whether the machine had no other work, so that they may be kept. The number of target passes depends
-    on the time they take: ranks that must run the same passes call `carry_out`.
+    Also returns whether the machine had no other work, so that they may be kept.
     """
     most = min(size_bucket(nodes + 1), SIZES[-1])
     spare = most + width * TIMED_LEVELS
@@ -175,7 +175,7 @@ def measure_costs(
         **{("target", batch * size): partial(rows.verify, size) for size in larger},
     }
     wall, own = time.perf_counter(), time.thread_time()
-    times = time_works(works, target.device)
+    times = time_works(works, target)
     had_machine = time.thread_time() - own > FREE_SHARE * (time.perf_counter() - wall)
     return measured_from(times), had_machine or target.device.type != "cpu"
 
@@ -242,20 +242,22 @@ def drafter_of(source: Source, growth: Dynamic) -> TreeDrafter | Lookup:
     return source if isinstance(source, Lookup) else ModelDrafter(source.model, growth, source.target)
 
 
-def time_works(works: Mapping[Work, Callable[[], object]], device: torch.device) -> dict[Work, float]:
+def time_works(works: Mapping[Work, Callable[[], object]], target: TargetModel) -> dict[Work, float]:
     """Seconds of each piece of work, the least of a few runs.
 
     They take turns, so that a slow moment of the machine affects all of them, and each starts with the processor's
-    caches in the state of a decode step. Works that were not timed within the time limit are left out.
+    caches in the state of a decode step. Works that were not timed within the time limit are left out. Ranks that
+    compute every pass together follow the clock of one.
     """
     times: dict[Work, float] = {}
+    device, agreed = target.device, target.ranks.agreed
     began, enough = time.perf_counter(), SECONDS_ON_CPU if device.type == "cpu" else SECONDS_ON_GPU
     for turn in range(TIMED_RUNS):
         for name, work in works.items():
-            if len(times) >= NEEDED_WORKS and time.perf_counter() - began > enough:
+            if len(times) >= NEEDED_WORKS and agreed(time.perf_counter() - began > enough):
                 return times
             seconds = seconds_of(work, device)
-            is_slow = seconds > enough / len(works)
+            is_slow = agreed(seconds > enough / len(works))
             if is_slow and not times:
                 print("measuring what a decode step costs on this machine, once", file=sys.stderr, flush=True)
             if turn == 0 and not (is_slow and device.type == "cpu"):

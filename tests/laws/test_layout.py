@@ -42,7 +42,7 @@ BUDGETS = {
     "inference": 256,
     "inference/core": 2_485,
     "inference/doctor": 697,
-    "inference/drafters": 1_915,
+    "inference/drafters": 1_917,
     "inference/engine": 1_678,
     "inference/generate": 1_168,
     "inference/images": 454,

@@ -30,6 +30,7 @@ from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.engine.loop import generate
 from headstart.inference.kernels import FastForm
 from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.ranks import Ranks
 from headstart.recipes.schema import DecodeSection
 from headstart.recipes.schema_heads import Eagle3Section
 
@@ -209,9 +210,13 @@ def test_a_slow_moment_makes_no_size_dear_and_a_slow_machine_measures_only_what_
     def work() -> None:
         now[0] += 60
 
-    times = time_works({("target", size): work for size in range(10)}, torch.device("cpu"))
+    target: Any = SimpleNamespace(device=torch.device("cpu"), ranks=Ranks())
+    works = {("target", size): work for size in range(10)}
+    times = time_works(works, target)
     assert list(times) == [("target", size) for size in range(NEEDED_WORKS)]
     assert now[0] == NEEDED_WORKS * 60
+    target.ranks.agreed = lambda mine: True  # ranks that compute every pass together follow the first one's clock
+    assert len(time_works(dict.fromkeys(works, lambda: None), target)) == NEEDED_WORKS
 
 
 def test_captured_steps_are_measured_and_observed_too(folder, fresh, make_head, monkeypatch) -> None:
