@@ -157,7 +157,7 @@ def fits() -> Table:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    console = Console(width=160, highlight=False)
+    console = Console(width=160, highlight=False, markup=False)
     console.print(costs(), fits(), sep="\n\n")
 
 

@@ -36,7 +36,7 @@ class TrainingPasses:
     count: int
     positions: int  # that go through a layer, in all passes together
     scored: int  # positions whose hidden states are kept for the loss
-    kept: int = 0  # more elements that are kept until the backward pass
+    read_once: tuple[nn.Linear, ...] = ()  # layers outside these passes, which read each position of the texts once
     kept_in_float32: int = 0  # elements per position of `positions` that are kept in float32 in any precision
 
 

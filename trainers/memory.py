@@ -282,7 +282,7 @@ def activation_bytes(recipe: Recipe, head: DraftHead, samples: int, longest: int
     tokens, unroll, hidden = samples * longest, recipe.unroll, head.target.hidden_size
     passes = head.training_passes(samples, longest, unroll, recipe.train.anchors)
     logits_weights = {id(parameter) for parameter in head.logits_parameters}
-    widths = linear_widths(head, logits_weights)
+    widths = linear_widths(head, logits_weights | {id(each.weight) for each in passes.read_once})
     element, norms, copies = FLOAT32, passes.kept_in_float32, 0
     if recipe.train.precision == "bfloat16":
         element = FLOAT32 // 2
@@ -291,7 +291,8 @@ def activation_bytes(recipe: Recipe, head: DraftHead, samples: int, longest: int
     layers = passes.positions * (widths * element + norms * FLOAT32)
     kept = layers // passes.count if recipe.train.activation_checkpointing else layers
     gradients = layers // passes.count // 2  # of one pass
-    features = (len(head.taps) + 2) * hidden * tokens * FLOAT32 + passes.kept * element
+    features = (len(head.taps) + 2) * hidden * tokens * FLOAT32
+    features += tokens * sum(map(linear_widths, passes.read_once)) * element
     states = 2 * unroll * passes.scored * hidden * FLOAT32
     logits = unroll * len(head.vocab.ids)  # logits of one position
     chunk = min(positions_at_once(logits, device), passes.scored)

@@ -292,7 +292,7 @@ class BlockHead(DraftHead):
             shape.num_layers,
             scored * shape.block_size,
             scored,
-            kept=samples * longest * (self.fc.in_features + self.fc.out_features),
+            read_once=(self.fc,),
             kept_in_float32=2 * shape.num_layers * shape.num_heads * shape.head_dim,  # of the norms of queries and keys
         )
 

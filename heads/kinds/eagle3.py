@@ -1,13 +1,13 @@
 """EAGLE-3 (arXiv 2503.01840) and 3.1 (2605.09992): one decoder layer over tapped features and the token embedding."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from headstart.heads.base import Features, Hidden, LevelHead, Mask, Tokens
+from headstart.heads.base import Features, Hidden, LevelHead, Mask, Tokens, TrainingPasses
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.linear_start import LeastSquares
 from headstart.heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm
@@ -232,6 +232,9 @@ class Eagle3Head(LevelHead):
         if not self.vocab.is_full:  # vLLM refuses d2t in a head that drafts the whole vocabulary
             tensors |= {"d2t": self.vocab.offsets(), "t2d": self.vocab.members()}
         return tensors
+
+    def training_passes(self, samples: int, longest: int, unroll: int, anchors: int) -> TrainingPasses:
+        return replace(super().training_passes(samples, longest, unroll, anchors), read_once=(self.fc,))
 
     @property
     def logits_parameters(self) -> list[Tensor]:
