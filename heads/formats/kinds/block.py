@@ -152,6 +152,8 @@ def own_lm_head(subject: Subject, engine: str) -> Iterator[Violation]:
 
 def infer_slots(subject: Subject, translation: Translation) -> None:
     """The slot convention, which the first DFlash and DSpark files do not name, and the layers that the head reads."""
+    if subject.files.is_speculators and (named := subject.config["speculators_model_type"]) not in ("dflash", "dspark"):
+        translation.refused.append(f"speculators_model_type {named!r}: only 'dflash' and 'dspark' are allowed")
     if block_key(subject.config, "sample_from_anchor") is None:
         is_dspark = "DSparkModel" in str(subject.config.get("architectures"))
         if subject.files.is_speculators:
