@@ -26,7 +26,7 @@ class RowReport:
     samples: int = 0
     left_out: list[Json] = field(default_factory=list)  # {line, kind, why} of each row that gave no sample
     cut: int = 0  # rows whose prompt was too long and lost its beginning
-    lost_system: int = 0  # those whose system turn was cut off
+    lost_system: int = 0  # samples whose system turn was cut off
     unanswered: int = 0  # rows that lost the turns after their last answer
     without_end: int = 0  # answers after which the chat template writes no end mark
     unread: Counter[str] = field(default_factory=Counter)  # fields that are not read -> rows

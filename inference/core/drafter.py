@@ -62,7 +62,7 @@ class CapturedDrafter(Drafter, Protocol):
         """The drafters of all shapes: itself, if its trees have one shape and the host adds nothing to them."""
 
     def planned(self, rows: int) -> tuple["CapturedDrafter", int | None]:
-        """The one of these that drafts for so many rows, and how many of its draft tokens are verified; None for all.
+        """Which of these shapes drafts for this many rows, and how many of its draft tokens are verified; None for all.
 
         If fewer than all are, its nodes are in the order of their chances.
         """

@@ -38,7 +38,7 @@ from headstart.inference.targets.model import TargetModel
 
 FILE_LAYOUT = 5  # a file of another layout is measured anew
 SIZES = (1, 2, 4, 6, 8, 12, 16, 32, 64)  # nodes of a row's tree, root included; costs of others are interpolated
-FIRST_SIZES = (8, 6, 16, 4, 12, 32, 2)  # those between the least and the most, the most informative first
+FIRST_SIZES = (8, 6, 16, 4, 12, 32, 2)  # sizes between the least and the most, the most informative first
 CONTEXT = 128  # positions, fewer where the target has fewer
 TIMED_LEVELS = 3  # levels drafted to find the time of one
 ACCEPTED_NODES = 4  # the length of the accepted path

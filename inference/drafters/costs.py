@@ -1,6 +1,6 @@
 """What the parts of a decode step cost on this machine, and trees that weigh expected tokens against these costs.
 
-Costs are measured once, at load. Steps that run correct one ratio: the seconds of plain steps over those with drafts.
+Costs are measured once, at load. Steps that run correct one ratio: the seconds of plain steps over drafting steps.
 """
 
 from collections import deque
